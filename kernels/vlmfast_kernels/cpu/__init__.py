@@ -1,0 +1,3 @@
+"""CPU implementations, under the file names of `ops/`. Importing this package registers them."""
+
+from vlmfast_kernels.cpu import norm as norm

@@ -1,0 +1,107 @@
+"""Llama-type decoder over a flat row of tokens, run in segments of layers.
+
+The tokens of all sequences of a step stand in one [T, E] row; what belongs together, and what was computed before, is
+known to the `Attention` that the caller passes in. The decoder owns no cache and no mask.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from vlmfast_kernels.ops.activation import silu_mul
+from vlmfast_kernels.ops.rope import rope_table, rotate
+from vlmfast_models.config import TextConfig
+from vlmfast_models.errors import ConfigError
+from vlmfast_models.layers import Linear, RMSNorm
+
+
+class Attention(Protocol):
+    """What a decoder layer asks of its caller."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Stores key and value [T, G, D] and returns the attended values [T, H, D] of query [T, H, D]."""
+        ...
+
+
+class DecoderLayer(nn.Module):
+    """Grouped-query attention and gated feed-forward: [T, E] -> [T, E]."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        self.config = config
+        query_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.qkv = Linear(config.hidden_size, query_size + 2 * kv_size, bias=config.attention_bias)
+        self.out = Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self._rotate, self._silu_mul = rotate.reference, silu_mul.reference
+
+    def prepare(self) -> None:
+        weight = self.attn_norm.weight
+        self._rotate = rotate.resolve(weight.device, weight.dtype)
+        self._silu_mul = silu_mul.resolve(weight.device, weight.dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+        config = self.config
+        num_tokens = x.shape[0]
+        heads = self.qkv(self.attn_norm(x)).view(num_tokens, -1, config.head_dim)  # [T, H + 2G, D]
+        split = config.num_heads + config.num_kv_heads
+        turned = self._rotate(heads[:, :split], cos, sin)
+        mixed = attention.attend(
+            layer, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:]
+        )
+        x = self.out(mixed.reshape(num_tokens, -1), residual=x)
+        return self.down(self._silu_mul(self.gate_up(self.mlp_norm(x))), residual=x)
+
+
+class Decoder(nn.Module):
+    """Token embeddings, decoder layers, final norm and output head."""
+
+    def __init__(self, config: TextConfig) -> None:
+        super().__init__()
+        if config.activation != "silu":
+            raise ConfigError(f"text_config: activation '{config.activation}' is not supported; supported: silu")
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed_tokens.weight
+        self._rope: tuple[Tensor, Tensor] | None = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of token ids, [T] -> [T, E]."""
+        return self.embed_tokens(ids)
+
+    def run(
+        self, hidden: Tensor, positions: Tensor, attention: Attention, first_layer: int = 0, last_layer: int | None = None
+    ) -> Tensor:
+        """Hidden states [T, E] through layers first_layer .. last_layer - 1 (default: all that are left).
+
+        positions is int64 [T], each below the configuration's `max_positions`. Calling it segment after segment gives
+        the same numbers as one call.
+        """
+        cos_table, sin_table = self._rope_tables(hidden.device, hidden.dtype)
+        cos, sin = cos_table[positions][:, None], sin_table[positions][:, None]  # [T, 1, D]
+        last = len(self.layers) if last_layer is None else last_layer
+        for index in range(first_layer, last):
+            hidden = self.layers[index](hidden, cos, sin, attention, index)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary scores of last-layer states, [T, E] -> [T, V]."""
+        return self.head(self.norm(hidden))
+
+    def _rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Rotary tables in the run's dtype, made on first use (they are functions of the configuration alone)."""
+        if self._rope is None or self._rope[0].device != device or self._rope[0].dtype != dtype:
+            cos, sin = rope_table(self.config.max_positions, self.config.head_dim, self.config.rope_theta, device)
+            self._rope = (cos.to(dtype), sin.to(dtype))
+        return self._rope

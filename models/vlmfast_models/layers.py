@@ -1,0 +1,76 @@
+"""Building blocks shared by towers and decoders.
+
+As constructed they run the torch references, which autograd can follow; `prepare_for_inference` binds each block to
+the fastest implementation for its device and dtype, once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vlmfast_kernels.ops.linear import Apply, linear, prepare_linear
+from vlmfast_kernels.ops.norm import rms_norm
+
+
+class Linear(nn.Module):
+    """x W^T + b, with an optional residual added: [..., K] -> [..., N]."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size))
+        self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+        self._apply_prepared: Apply | None = None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self._apply_prepared is not None:
+            return self._apply_prepared(x, residual)
+        return linear(x, self.weight, self.bias, residual)
+
+    def prepare(self) -> None:
+        """Lays the weight out for inference and drops this layer's hold on the original (a tied owner keeps its own)."""
+        if self._apply_prepared is not None:
+            return
+        prepared = prepare_linear(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        self._apply_prepared = prepared.apply
+        if prepared.owns_weight:
+            self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self._function = rms_norm.reference
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x, self.weight, self.eps)
+
+    def prepare(self) -> None:
+        self._function = rms_norm.resolve(self.weight.device, self.weight.dtype)
+
+
+def prepare_for_inference(module: nn.Module) -> None:
+    """Freezes the parameters and binds every block below `module` to its implementation. Idempotent."""
+    module.requires_grad_(False)
+    module.eval()
+    for child in module.modules():
+        prepare = getattr(child, "prepare", None)
+        if prepare is not None:
+            prepare()
+
+
+def initialize(module: nn.Module, *, seed: int = 0, std: float = 0.02) -> None:
+    """Fills a fresh network for training: normal(0, std) matrices, unit norms, zero biases."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            elif parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)

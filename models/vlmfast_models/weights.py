@@ -1,0 +1,139 @@
+"""Reading and writing checkpoints: safetensors files, whole or sharded, streamed tensor by tensor and strict.
+
+A family states for each of its tensors which checkpoint tensors it is made of (`TensorSources`); every checkpoint
+tensor must be used and every one of ours filled, or the error lists the names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from vlmfast_models.errors import WeightsError
+
+TensorSources = Mapping[str, tuple[tuple[str, int], ...]]
+"""Our tensor name -> ((checkpoint name, rows), ...), stacked along the first dimension in that order."""
+
+
+class CheckpointModule(nn.Module):
+    """A network that knows how its tensors are called and shaped in a checkpoint."""
+
+    def tensor_sources(self) -> TensorSources:
+        """Where each tensor of this network is found; tensors tied to another are not listed."""
+        raise TypeError(f"{type(self).__name__} does not say where its tensors are")
+
+    def ignored_tensor(self, name: str) -> bool:
+        """Whether a checkpoint tensor carries nothing (a stored position table, a tied head written out)."""
+        return False
+
+    def stored_shape(self, source: str) -> tuple[int, ...] | None:
+        """The shape a checkpoint gives this tensor where it differs from ours (a convolution that we run as a product)."""
+        return None
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, through the index where there is one.
+
+    Raises:
+        WeightsError: no safetensors file, a broken index, or a shard of the index is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise WeightsError(f"{index} is not a safetensors index: {error}") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise WeightsError(f"{folder}: shards named in the index are missing: {_listed(missing)}")
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder} has no *.safetensors file (pickle checkpoints are not loaded)")
+    return files
+
+
+def load_checkpoint(
+    model: CheckpointModule, folder: str | Path, *, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Fills `model` (a family network, on its device and in its dtype) from the checkpoint in `folder`.
+
+    Args:
+        progress: called as progress(tensors done, tensors in all).
+
+    Raises:
+        WeightsError: a tensor is missing, left over, of another shape, or a file is damaged.
+    """
+    sources = model.tensor_sources()
+    parameters = dict(model.named_parameters())
+    files = checkpoint_files(Path(folder))
+    with ExitStack() as stack:
+        where: dict[str, Any] = {}
+        for file in files:
+            try:
+                reader = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise WeightsError(f"{file} can not be read as safetensors: {error}") from error
+            where.update(dict.fromkeys(reader.keys(), reader))
+        _check_names(model, sources, where, folder)
+        for done, (name, pieces) in enumerate(sources.items(), 1):
+            _fill(parameters[name], name, pieces, where)
+            if progress is not None:
+                progress(done, len(sources))
+
+
+def save_checkpoint(model: CheckpointModule, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Writes the model's tensors under their checkpoint names to `folder`/model.safetensors."""
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for name, pieces in model.tensor_sources().items():
+        start = 0
+        for source, rows in pieces:
+            piece = parameters[name].detach()[start : start + rows].to("cpu", dtype)
+            shape = model.stored_shape(source)
+            tensors[source] = (piece if shape is None else piece.reshape(shape)).clone()
+            start += rows
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def _check_names(
+    model: CheckpointModule, sources: TensorSources, where: Mapping[str, Any], folder: str | Path
+) -> None:
+    wanted = {source for pieces in sources.values() for source, _ in pieces}
+    missing = sorted(wanted - set(where))
+    left_over = sorted(name for name in set(where) - wanted if not model.ignored_tensor(name))
+    problems = []
+    if missing:
+        problems.append(f"missing tensors: {_listed(missing)}")
+    if left_over:
+        problems.append(f"tensors that this architecture has no place for: {_listed(left_over)}")
+    if problems:
+        raise WeightsError(f"{folder}: " + "; ".join(problems))
+
+
+def _fill(parameter: Tensor, name: str, pieces: Iterable[tuple[str, int]], where: Mapping[str, Any]) -> None:
+    start = 0
+    for source, rows in pieces:
+        target = parameter.detach()[start : start + rows]
+        tensor = where[source].get_tensor(source)
+        if tensor.shape[0] != rows or tensor.numel() != target.numel():
+            raise WeightsError(
+                f"tensor {source} has shape {list(tensor.shape)}, the configuration needs {list(target.shape)}"
+                + ("" if name == source else f" (for {name})")
+            )
+        target.copy_(tensor.reshape(target.shape))
+        start += rows
+
+
+def _listed(names: list[str], limit: int = 12) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

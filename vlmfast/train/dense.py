@@ -1,0 +1,145 @@
+"""Dense pretraining of the vision tower: every patch says which thing, colour, character and sign word covers it.
+
+Four linear heads read the patch features; whatever they can read, the connector, a linear map as well, can pass on to
+the decoder. The heads are thrown away afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as nnf
+from torch import Tensor, nn
+
+from vlmfast.train.frames import IGNORED, LABELS, Frames, num_classes
+from vlmfast.train.optimise import Optimiser, Schedule, load_state, save_state
+from vlmfast_models.vit import VisionTransformer
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = {"thing": 1.0, "colour": 0.3, "character": 0.3, "word": 0.5}
+_LOG_EVERY = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseScore:
+    """Share of held-out patches told right, for each label; background patches left out of `thing`."""
+
+    accuracy: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value:.1%}" for name, value in self.accuracy.items())
+
+
+class DenseHeads(nn.Module):
+    """One linear classifier for each label: patch features [P, N, E] -> logits."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Linear(width, classes) for name, classes in num_classes().items()})
+
+    def forward(self, features: Tensor) -> dict[str, Tensor]:
+        return {name: head(features) for name, head in self.heads.items()}
+
+
+def pretrain(
+    vision: VisionTransformer,
+    train: Frames,
+    held_out: Frames,
+    schedule: Schedule,
+    folder: Path,
+    *,
+    seed: int,
+    resume: bool,
+    device: torch.device,
+    score_every_s: float = 240.0,
+) -> DenseScore:
+    """Trains `vision` in place and returns its held-out score. State goes to `folder`/dense.pt at every score."""
+    heads = DenseHeads(vision.config.hidden_size).to(device)
+    modules: dict[str, nn.Module] = {"vision": vision, "heads": heads}
+    optimiser = Optimiser(modules.values(), schedule)
+    state = folder / "dense.pt"
+    first = load_state(state, modules, optimiser) if resume and state.is_file() else 0
+    started = scored = time.monotonic()
+    for step in range(first, schedule.num_steps):
+        batch = _batch(train, _picked(seed, step, schedule.batch_size, len(train.pixels)), device)
+        loss = _loss(vision, heads, *batch)
+        optimiser.step(loss, step)
+        if step % _LOG_EVERY == 0:
+            rate = (step + 1 - first) * schedule.batch_size / (time.monotonic() - started)
+            logger.info("dense %d/%d loss %.3f, %.0f scenes/s", step, schedule.num_steps, loss.item(), rate)
+        if time.monotonic() - scored > score_every_s:
+            logger.info("dense %d held-out: %s", step, score(vision, heads, held_out, device))
+            save_state(state, step + 1, modules, optimiser)
+            scored = time.monotonic()
+    result = score(vision, heads, held_out, device)
+    logger.info("dense done, held-out: %s", result)
+    save_state(state, schedule.num_steps, modules, optimiser)
+    return result
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """uint8 frames [P, side, side, 3] as the tower wants them: float [P, 3, side, side] in -1 .. 1."""
+    return pixels.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
+
+
+@torch.inference_mode()
+def score(vision: nn.Module, heads: nn.Module, frames: Frames, device: torch.device, batch_size: int = 64) -> DenseScore:
+    """Accuracy of each head over all frames."""
+    right = dict.fromkeys(LABELS, 0)
+    total = dict.fromkeys(LABELS, 0)
+    for start in range(0, len(frames.pixels), batch_size):
+        pixels, labels = _batch(frames, np.arange(start, min(start + batch_size, len(frames.pixels))), device)
+        with _autocast(device):
+            logits = heads(vision(normalised(pixels)))
+        for name in LABELS:
+            counted = labels[name] != IGNORED
+            if name == "thing":
+                counted &= labels[name] != 0
+            right[name] += int((logits[name].argmax(-1) == labels[name])[counted].sum())
+            total[name] += int(counted.sum())
+    return DenseScore(accuracy={name: right[name] / max(1, total[name]) for name in LABELS})
+
+
+def _loss(vision: nn.Module, heads: nn.Module, pixels: Tensor, labels: dict[str, Tensor]) -> Tensor:
+    with _autocast(pixels.device):
+        logits = heads(vision(normalised(pixels)))
+    losses = []
+    for name, weight in _WEIGHTS.items():
+        targets = labels[name].flatten()
+        if (targets != IGNORED).any():
+            scores = logits[name].flatten(0, 1).float()
+            losses.append(weight * nnf.cross_entropy(scores, targets, ignore_index=IGNORED))
+    return torch.stack(losses).sum()
+
+
+def _autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def _picked(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
+    """Frame numbers of a step: a pass without repetition over all frames, reshuffled every epoch."""
+    start = step * batch_size
+    numbers = []
+    for position in range(start, start + batch_size):
+        epoch, offset = divmod(position, count)
+        numbers.append(int(_order(seed, epoch, count)[offset]))
+    return np.array(sorted(numbers))
+
+
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def _batch(frames: Frames, numbers: np.ndarray, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    pixels = torch.from_numpy(frames.pixels[numbers]).to(device)
+    labels = {
+        name: torch.from_numpy(frames.labels[name][numbers].astype(np.int64)).flatten(1).to(device) for name in LABELS
+    }
+    return pixels, labels

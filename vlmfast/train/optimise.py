@@ -1,0 +1,78 @@
+"""AdamW with warm-up and cosine decay, and training state that survives an interruption. Knows no model."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long and how fast one stage learns."""
+
+    num_steps: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int = 150
+    weight_decay: float = 0.05
+    final_share: float = 0.02
+    """Learning rate at the end, as a share of the peak."""
+    max_gradient: float = 1.0
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: linear warm-up, then half a cosine."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps)
+        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.learning_rate * (self.final_share + (1 - self.final_share) * cosine)
+
+
+class Optimiser:
+    """Steps the parameters of some modules along a schedule; matrices decay, everything else does not."""
+
+    def __init__(self, modules: Iterable[nn.Module], schedule: Schedule) -> None:
+        self.schedule = schedule
+        # A tied matrix appears under two names; the dictionary keeps it once.
+        self.parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": schedule.weight_decay},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.98), fused=True)
+
+    def step(self, loss: Tensor, step: int) -> None:
+        """One update from the loss. Mutates the parameters and clears their gradients."""
+        for group in self.adamw.param_groups:
+            group["lr"] = self.schedule.rate(step)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.schedule.max_gradient)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+
+
+def save_state(path: Path, step: int, modules: dict[str, nn.Module], optimiser: Optimiser | None = None) -> None:
+    """Writes everything a stage needs to go on. An interruption while writing leaves the previous file whole."""
+    state: dict[str, Any] = {"step": step, "modules": {name: module.state_dict() for name, module in modules.items()}}
+    if optimiser is not None:
+        state["adamw"] = optimiser.adamw.state_dict()
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, path)
+
+
+def load_state(path: Path, modules: dict[str, nn.Module], optimiser: Optimiser | None = None) -> int:
+    """Fills the modules (and the optimiser) from a file of `save_state`; returns the step to go on from."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for name, module in modules.items():
+        module.load_state_dict(state["modules"][name])
+    if optimiser is not None:
+        optimiser.adamw.load_state_dict(state["adamw"])
+    return int(state["step"])
