@@ -1,18 +1,18 @@
 """Every error that vlmfast raises on purpose. No torch.
 
-    VLMFastError
-    ├── InputError                 what the caller gave can not be used
-    │   ├── ImageError             a picture: missing, not a picture, damaged, of a wrong type
-    │   │   └── ImageLimitError    a picture beyond the configured limits
-    │   ├── OptionError            an option out of its range
-    │   └── ContextLengthError     the prompt does not fit the model's context
-    ├── ModelError                 a checkpoint can not be used
-    │   ├── ConfigError            its configuration is incomplete or holds what we do not run
-    │   ├── UnsupportedModelError  its architecture is not one of ours
-    │   ├── WeightsError           tensors missing, left over or damaged
-    │   └── ModelNotFoundError     no such folder or hub name, or the hub can not be reached
-    ├── GeometryError              a picture's size breaks the family's rules
-    └── DeviceError                the device or dtype asked for is not there
+VLMFastError
+├── InputError                 what the caller gave can not be used
+│   ├── ImageError             a picture: missing, not a picture, damaged, of a wrong type
+│   │   └── ImageLimitError    a picture beyond the configured limits
+│   ├── OptionError            an option out of its range
+│   └── ContextLengthError     the prompt does not fit the model's context
+├── ModelError                 a checkpoint can not be used
+│   ├── ConfigError            its configuration is incomplete or holds what we do not run
+│   ├── UnsupportedModelError  its architecture is not one of ours
+│   ├── WeightsError           tensors missing, left over or damaged
+│   └── ModelNotFoundError     no such folder or hub name, or the hub can not be reached
+├── GeometryError              a picture's size breaks the family's rules
+└── DeviceError                the device or dtype asked for is not there
 """
 
 from __future__ import annotations

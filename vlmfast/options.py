@@ -44,7 +44,9 @@ class Sampling:
         _require(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or a positive number")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", self.repetition_penalty, "positive")
+        _require(
+            0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", self.repetition_penalty, "positive"
+        )
         _require(all(self.stop), "stop", self.stop, "texts that are not empty")
         _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
 

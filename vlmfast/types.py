@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ class ImageInput:
         return int(self.pixels.shape[0])
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why an answer ended."""
 
     STOP = "stop"
@@ -59,9 +59,9 @@ class Timings:
     """Where the time went, in milliseconds of wall clock."""
 
     image_ms: float
-    """Decoding, planning and resampling the pictures."""
+    """Loading the pictures and building the prompt."""
     encode_ms: float
-    """Vision tower and connector."""
+    """Resampling to tiles, vision tower and connector."""
     prefill_ms: float
     """Decoder passes over the prompt."""
     first_token_ms: float

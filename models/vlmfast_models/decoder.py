@@ -53,9 +53,7 @@ class DecoderLayer(nn.Module):
         heads = self.qkv(self.attn_norm(x)).view(num_tokens, -1, config.head_dim)  # [T, H + 2G, D]
         split = config.num_heads + config.num_kv_heads
         turned = self._rotate(heads[:, :split], cos, sin)
-        mixed = attention.attend(
-            layer, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:]
-        )
+        mixed = attention.attend(layer, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:])
         x = self.out(mixed.reshape(num_tokens, -1), residual=x)
         return self.down(self._silu_mul(self.gate_up(self.mlp_norm(x))), residual=x)
 
@@ -81,7 +79,12 @@ class Decoder(nn.Module):
         return self.embed_tokens(ids)
 
     def run(
-        self, hidden: Tensor, positions: Tensor, attention: Attention, first_layer: int = 0, last_layer: int | None = None
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        first_layer: int = 0,
+        last_layer: int | None = None,
     ) -> Tensor:
         """Hidden states [T, E] through layers first_layer .. last_layer - 1 (default: all that are left).
 

@@ -52,10 +52,7 @@ def idefics3_plan(width: int, height: int, config: PreprocessConfig, tokens_per_
         raise GeometryError(f"the picture is {width}x{height} pixels; both sides must be at least 1")
     tile = config.tile_size
     resized = _cap_longest(*_scale_longest(width, height, config.longest_edge), _IDEFICS3_MAX_SIDE)
-    if not config.split:
-        canvas = (tile, tile)
-    else:
-        canvas = _whole_tiles(*resized, tile)
+    canvas = _whole_tiles(*resized, tile) if config.split else (tile, tile)
     cols, rows = canvas[0] // tile, canvas[1] // tile
     if rows == cols == 1:
         rows = cols = 0

@@ -28,7 +28,7 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias, residual)
 
     def prepare(self) -> None:
-        """Lays the weight out for inference and drops this layer's hold on the original (a tied owner keeps its own)."""
+        """Lays the weight out for inference and lets go of the original (whoever it is tied to keeps it)."""
         if self._apply_prepared is not None:
             return
         prepared = prepare_linear(self.weight.detach(), None if self.bias is None else self.bias.detach())

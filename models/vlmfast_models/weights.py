@@ -35,7 +35,7 @@ class CheckpointModule(nn.Module):
         return False
 
     def stored_shape(self, source: str) -> tuple[int, ...] | None:
-        """The shape a checkpoint gives this tensor where it differs from ours (a convolution that we run as a product)."""
+        """The checkpoint's shape of a tensor where it differs from ours (a convolution that we run as a product)."""
         return None
 
 
@@ -105,9 +105,7 @@ def save_checkpoint(model: CheckpointModule, folder: str | Path, *, dtype: torch
     save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
-def _check_names(
-    model: CheckpointModule, sources: TensorSources, where: Mapping[str, Any], folder: str | Path
-) -> None:
+def _check_names(model: CheckpointModule, sources: TensorSources, where: Mapping[str, Any], folder: str | Path) -> None:
     wanted = {source for pieces in sources.values() for source, _ in pieces}
     missing = sorted(wanted - set(where))
     left_over = sorted(name for name in set(where) - wanted if not model.ignored_tensor(name))

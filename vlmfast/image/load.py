@@ -53,16 +53,14 @@ def load_image(source: ImageSource, *, limits: Limits | None = None) -> ImageInp
         raise ImageError(f"{source}: fetching from URLs is not supported; download the file and give its path")
     if isinstance(source, (str, os.PathLike)):
         return _from_path(Path(source), limits)
-    raise ImageError(
-        f"a picture can be a path, bytes, data URL, PIL image or numpy array, not {type(source).__name__}"
-    )
+    raise ImageError(f"a picture can be a path, bytes, data URL, PIL image or numpy array, not {type(source).__name__}")
 
 
 def source_name(source: object, index: int) -> str:
     """How messages and result rows call a source that may not have loaded."""
     if isinstance(source, ImageInput):
         return source.name
-    if isinstance(source, (str, os.PathLike)) and not str(source)[:5].lower() == "data:":
+    if isinstance(source, (str, os.PathLike)) and str(source)[:5].lower() != "data:":
         return str(source)
     return f"{type(source).__name__} #{index}"
 

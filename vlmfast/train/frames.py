@@ -147,9 +147,7 @@ def _majority(
 def _draw_all(folder: Path, members: FrameSet, preprocess: PreprocessConfig, patch_size: int, workers: int) -> None:
     side = preprocess.tile_size
     cells = side // patch_size
-    shapes = {"pixels": (members.count, side, side, 3)} | {
-        name: (members.count, cells, cells) for name in LABELS
-    }
+    shapes = {"pixels": (members.count, side, side, 3)} | dict.fromkeys(LABELS, (members.count, cells, cells))
     for name, shape in shapes.items():
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.uint8, shape=shape)
     jobs = [(folder, members, preprocess, patch_size, part) for part in _parts(members.count, 64)]

@@ -1,6 +1,7 @@
 """Model families. A family is found by the `model_type` of a checkpoint's config.json.
 
-To add one: a module here with a class like `Idefics3`, stating its difference from its parent, and a line in `FAMILIES`.
+To add one: a module here with a class like `Idefics3`, stating its difference from its parent, and a line in
+`FAMILIES`.
 """
 
 from __future__ import annotations

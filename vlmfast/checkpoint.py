@@ -1,0 +1,185 @@
+"""A checkpoint's files, read once: where they are, what they configure, and the tokenizer they bring."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vlmfast.errors import ConfigError, ModelNotFoundError
+from vlmfast_models.config import ModelConfig, PreprocessConfig
+from vlmfast_models.families import FAMILIES, family
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """What a checkpoint folder says about itself."""
+
+    folder: Path
+    config: ModelConfig
+    preprocess: PreprocessConfig
+    tokenizer: Any
+    """A transformers fast tokenizer."""
+    chat_template: str
+    eos_token_ids: frozenset[int]
+    stored_dtype: str
+    """The dtype named in config.json, for example "bfloat16"."""
+
+
+def bundled_model() -> Path:
+    """The folder of the small model that comes with vlmfast."""
+    folder = importlib.resources.files("vlmfast_pocket")
+    return Path(str(folder))
+
+
+def resolve_folder(name_or_path: str | os.PathLike[str] | None, *, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint: the bundled model for None, a folder as it is, a hub name by download.
+
+    Raises:
+        ModelNotFoundError: no such folder, or the hub does not have it, or it can not be reached.
+    """
+    if name_or_path is None:
+        return bundled_model()
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = os.fspath(name_or_path)
+    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+    if looks_local:
+        raise ModelNotFoundError(
+            f"model '{name}': no such folder; give a checkpoint folder or a hub name like "
+            "HuggingFaceTB/SmolVLM-256M-Instruct"
+        )
+    return _download(name, revision)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Reads configuration, preprocessing, tokenizer and template of a folder; weights stay where they are.
+
+    Raises:
+        ConfigError: a file is missing, broken or incomplete.
+        UnsupportedModelError: the architecture is not one of ours.
+    """
+    raw = _read_json(folder, "config.json")
+    model_type = str(raw.get("model_type", "none given"))
+    family(model_type)
+    config = ModelConfig.from_hf(_with_defaults(folder, raw))
+    tokenizer = _tokenizer(folder)
+    return Checkpoint(
+        folder=folder,
+        config=config,
+        preprocess=PreprocessConfig.from_hf(_preprocessor(folder)),
+        tokenizer=tokenizer,
+        chat_template=_chat_template(folder, tokenizer),
+        eos_token_ids=_eos_token_ids(folder, raw, tokenizer),
+        stored_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+    )
+
+
+def supported_model_types() -> tuple[str, ...]:
+    """The `model_type` values that load."""
+    return tuple(sorted(FAMILIES))
+
+
+def _download(name: str, revision: str | None) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_PATTERNS))
+    except GatedRepoError as error:
+        raise ModelNotFoundError(
+            f"model '{name}' is gated: accept its terms on its hub page and log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"model '{name}' has no revision '{revision}'") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFoundError(
+            f"model '{name}': no such folder, and no public hub repository of this name (log in if it is private)"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise ModelNotFoundError(
+            f"model '{name}': no such folder, it is not in the local hub cache, and the hub can not be reached "
+            f"({type(error).__name__}); connect, or give the path of a downloaded folder"
+        ) from error
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    file = folder / name
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no {name}; it is not a Hugging Face checkpoint folder")
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return value
+
+
+def _with_defaults(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with the defaults that its class in transformers fills in."""
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.from_pretrained(folder).to_dict())
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{folder / 'config.json'} (model_type '{raw.get('model_type')}'): {error}") from error
+
+
+def _preprocessor(folder: Path) -> dict[str, Any]:
+    """The image processor's settings: a file of their own, or a part of the processor's file (transformers 5)."""
+    if not (folder / "preprocessor_config.json").is_file() and (folder / "processor_config.json").is_file():
+        nested = _read_json(folder, "processor_config.json").get("image_processor")
+        if isinstance(nested, dict):
+            return nested
+    return _read_json(folder, "preprocessor_config.json")
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken file
+        raise ConfigError(f"{folder}: the tokenizer can not be loaded: {error}") from error
+
+
+def _chat_template(folder: Path, tokenizer: Any) -> str:
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (folder / "chat_template.json").is_file():
+        return str(_read_json(folder, "chat_template.json").get("chat_template", ""))
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        raise ConfigError(f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+    return template
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    """Tokens that end an answer: generation_config.json decides, then config.json, then the tokenizer."""
+    generation = folder / "generation_config.json"
+    candidates = [
+        _read_json(folder, generation.name).get("eos_token_id") if generation.is_file() else None,
+        raw.get("eos_token_id"),
+        raw.get("text_config", {}).get("eos_token_id"),
+        tokenizer.eos_token_id,
+    ]
+    for value in candidates:
+        if value is not None:
+            return frozenset(value if isinstance(value, list) else [value])
+    return frozenset()

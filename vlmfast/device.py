@@ -1,0 +1,51 @@
+"""Which device and number format to run on: decided once, said when asked."""
+
+from __future__ import annotations
+
+import torch
+
+from vlmfast.errors import DeviceError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """ "auto" is a CUDA device where there is one, else the CPU.
+
+    Raises:
+        DeviceError: the device is unknown or absent.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"device '{name}' is not known; use auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device '{name}' is not supported; use auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"device '{name}': this torch sees no CUDA device; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"device '{name}': there are {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
+    """ "auto" keeps a checkpoint's 16-bit format where the device is fast in it, else float32.
+
+    A CPU runs 16-bit checkpoints in bfloat16 if it has instructions for it (AVX512-BF16, AMX, Arm BF16).
+
+    Raises:
+        DeviceError: the name is unknown, or the device does not run it.
+    """
+    if name == "auto":
+        if stored not in ("bfloat16", "float16"):
+            return torch.float32
+        if device.type == "cuda":
+            return _DTYPES[stored]
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    if name not in _DTYPES:
+        raise DeviceError(f"dtype '{name}' is not supported; use auto, {', '.join(_DTYPES)}")
+    if name == "float16" and device.type == "cpu":
+        raise DeviceError("dtype 'float16' is slow and imprecise on CPUs; use bfloat16 or float32")
+    return _DTYPES[name]

@@ -1,0 +1,229 @@
+"""The engine: requests in, chunks of text out, one step at a time. Synchronous; a lock lets threads share it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from vlmfast.errors import ContextLengthError
+from vlmfast.runner import Runner, StepFacts
+from vlmfast.scheduler import Phase, Scheduler, StepPlan
+from vlmfast.sequence import Request, Sequence
+from vlmfast.text import TextStream
+from vlmfast.types import Answer, Chunk, FinishReason, Timings, Usage
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """What the engine keeps of a request besides its sequence: text so far, clocks, and chunks not yet fetched."""
+
+    sequence: Sequence
+    text: TextStream
+    started: float
+    image_ms: float
+    encode_ms: float = 0.0
+    prefill_ms: float = 0.0
+    first_token_ms: float = 0.0
+    decode_ms: float = 0.0
+    ready: deque[Chunk] = field(default_factory=deque)
+    error: Exception | None = None
+
+
+class AnswerStream(Iterator[Chunk]):
+    """The chunks of one request. Closed or dropped before its end, it cancels the request."""
+
+    def __init__(self, engine: Engine, seq_id: int) -> None:
+        self._engine = engine
+        self._seq_id: int | None = seq_id
+
+    def __next__(self) -> Chunk:
+        if self._seq_id is None:
+            raise StopIteration
+        try:
+            chunk = self._engine.next_chunk(self._seq_id)
+        except BaseException:  # Ctrl-C inside a step must free the request, too
+            self.close()
+            raise
+        if chunk.answer is not None:
+            self.close()
+        return chunk
+
+    def close(self) -> None:
+        """Cancels what is left of the request; does nothing after its end."""
+        if self._seq_id is not None:
+            self._engine.cancel(self._seq_id)
+            self._seq_id = None
+
+    def __del__(self) -> None:
+        if self._seq_id is not None:
+            self._engine.abandon(self._seq_id)
+
+
+class Engine:
+    """Runs many requests together. Each is fetched by its own `stream`; whoever fetches drives the steps of all."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        max_context: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._max_context = max_context
+        self._jobs: dict[int, _Job] = {}
+        self._ids = itertools.count()
+        self._abandoned: deque[int] = deque()
+        self._lock = threading.RLock()
+
+    def submit(self, request: Request, *, started: float, image_ms: float) -> int:
+        """Queues a request and returns its id for `stream` or `cancel`.
+
+        Args:
+            started: `time.perf_counter()` when the caller asked; first-token time counts from there.
+            image_ms: time already spent on loading pictures.
+
+        Raises:
+            ContextLengthError: the prompt leaves no room for a token of answer.
+        """
+        num_prompt = len(request.prompt.ids)
+        if num_prompt >= self._max_context:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens ({request.prompt.num_visual_tokens} of them visual), the model's "
+                f"context is {self._max_context}; shorten the text or give fewer or smaller pictures"
+            )
+        sequence = Sequence(
+            seq_id=next(self._ids),
+            request=request,
+            max_tokens=min(num_prompt + request.sampling.max_new_tokens, self._max_context),
+        )
+        text = TextStream(self._tokenizer, request.sampling.stop)
+        with self._lock:
+            self._jobs[sequence.seq_id] = _Job(sequence=sequence, text=text, started=started, image_ms=image_ms)
+            self._scheduler.add(sequence)
+        return sequence.seq_id
+
+    def stream(self, seq_id: int) -> AnswerStream:
+        """Chunks of one request; the last carries the answer."""
+        return AnswerStream(self, seq_id)
+
+    def next_chunk(self, seq_id: int) -> Chunk:
+        """The next chunk of a request, stepping the engine until there is one.
+
+        Raises:
+            Exception: whatever made the request's step fail.
+        """
+        with self._lock:
+            job = self._jobs[seq_id]
+            while not job.ready and job.error is None:
+                self.step()
+            if job.error is not None:
+                raise job.error
+            return job.ready.popleft()
+
+    def abandon(self, seq_id: int) -> None:
+        """Cancels at the next step. Safe in a destructor, which may run at any point of any thread."""
+        self._abandoned.append(seq_id)
+
+    def cancel(self, seq_id: int) -> None:
+        """Ends a request at once and frees all that it held; does nothing if it has ended."""
+        with self._lock:
+            job = self._jobs.pop(seq_id, None)
+            if job is not None:
+                self._retire(job.sequence)
+
+    def step(self) -> None:
+        """One decoder pass over whatever is due."""
+        while self._abandoned:
+            self.cancel(self._abandoned.popleft())
+        plan = self._scheduler.schedule()
+        try:
+            facts = self._runner.run(plan)
+        except Exception as error:
+            # The boundary of a batch: those in it hear of it through their stream, the engine goes on.
+            self._fail(plan, error)
+            return
+        self._apply(plan, facts)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not been fetched to their end."""
+        return len(self._jobs)
+
+    def _apply(self, plan: StepPlan, facts: StepFacts) -> None:
+        now = time.perf_counter()
+        for scheduled in plan.scheduled:
+            job = self._jobs[scheduled.sequence.seq_id]
+            job.encode_ms += facts.encode_ms.get(scheduled.sequence.seq_id, 0.0)
+            if scheduled.phase is Phase.PREFILL:
+                job.prefill_ms += facts.forward_ms
+            else:
+                job.decode_ms += facts.forward_ms
+            token_id = facts.tokens.get(scheduled.sequence.seq_id)
+            self._scheduler.advance(scheduled, None if token_id in self._eos_token_ids else token_id)
+            if token_id is None:
+                continue
+            if scheduled.phase is Phase.PREFILL:
+                job.first_token_ms = (now - job.started) * 1e3
+            self._receive(job, token_id)
+
+    def _receive(self, job: _Job, token_id: int) -> None:
+        """Takes a chosen token: text to hand out, and the end if it is one."""
+        sequence = job.sequence
+        if token_id in self._eos_token_ids:
+            self._complete(job, FinishReason.STOP)
+            return
+        text = job.text.push(token_id)
+        if job.text.stopped:
+            job.ready.append(Chunk(text=text))
+            self._complete(job, FinishReason.STOP)
+        elif sequence.num_tokens >= sequence.max_tokens:
+            job.ready.append(Chunk(text=text))
+            self._complete(job, FinishReason.LENGTH)
+        elif text:
+            job.ready.append(Chunk(text=text))
+
+    def _complete(self, job: _Job, reason: FinishReason) -> None:
+        rest = job.text.finish()
+        self._retire(job.sequence)
+        prompt = job.sequence.request.prompt
+        answer = Answer(
+            text=job.text.text,
+            finish_reason=reason,
+            token_ids=tuple(job.sequence.output_ids),
+            usage=Usage(
+                prompt_tokens=len(prompt.ids),
+                visual_tokens=prompt.num_visual_tokens,
+                completion_tokens=len(job.sequence.output_ids),
+                num_images=len(prompt.spans),
+                num_tiles=sum(span.plan.num_tiles for span in prompt.spans),
+            ),
+            timings=Timings(
+                image_ms=job.image_ms,
+                encode_ms=job.encode_ms,
+                prefill_ms=job.prefill_ms,
+                first_token_ms=job.first_token_ms,
+                decode_ms=job.decode_ms,
+                total_ms=(time.perf_counter() - job.started) * 1e3,
+            ),
+        )
+        job.ready.append(Chunk(text=rest, answer=answer))
+
+    def _fail(self, plan: StepPlan, error: Exception) -> None:
+        for scheduled in plan.scheduled:
+            self._jobs[scheduled.sequence.seq_id].error = error
+            self._retire(scheduled.sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._scheduler.finish(sequence)
+        self._runner.release(sequence.seq_id)

@@ -1,0 +1,66 @@
+"""From scores to the next token. The sampler and any verifier of drafts share `probabilities`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vlmfast.options import Sampling
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Returns logits [V] with those of seen tokens (bool [V]) made less likely (CTRL, arXiv 1909.05858, section 4.1).
+
+    A positive score is divided by the penalty, a negative one multiplied.
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Returns the distribution, float32 [V], that the next token is drawn from: temperature, then top-k, then top-p.
+
+    logits [V] are the model's, repetition penalty applied. Temperature 0 puts everything on the likeliest token (the
+    first of equals).
+    """
+    if sampling.temperature == 0.0:
+        return torch.nn.functional.one_hot(logits.argmax(), logits.shape[-1]).float()
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kept = scores.topk(sampling.top_k).indices
+        scores = torch.full_like(scores, float("-inf")).index_copy(0, kept, scores[kept])
+    if sampling.top_p < 1.0:
+        ordered, order = scores.softmax(-1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # mass before the token already reaches top_p
+        scores = scores.index_fill(0, order[beyond], float("-inf"))
+    return scores.softmax(-1)
+
+
+class Sampler:
+    """Chooses the tokens of one sequence; its draws depend on its seed alone, not on what else is in the batch."""
+
+    def __init__(self, sampling: Sampling, prompt_ids: Tensor, vocab_size: int) -> None:
+        self._sampling = sampling
+        self._seen: Tensor | None = None
+        if sampling.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=prompt_ids.device)
+            self._seen[prompt_ids] = True
+        self._generator: torch.Generator | None = None
+        if sampling.temperature > 0.0:
+            self._generator = torch.Generator()
+            if sampling.seed is None:
+                self._generator.seed()
+            else:
+                self._generator.manual_seed(sampling.seed)
+
+    def choose(self, logits: Tensor) -> int:
+        """The next token for logits [V]; remembers it for the repetition penalty."""
+        if self._seen is not None:
+            logits = penalise(logits, self._seen, self._sampling.repetition_penalty)
+        if self._generator is None:
+            token_id = int(logits.argmax())
+        else:
+            distribution = probabilities(logits, self._sampling).cpu()
+            token_id = int(torch.multinomial(distribution, 1, generator=self._generator))
+        if self._seen is not None:
+            self._seen[token_id] = True
+        return token_id
