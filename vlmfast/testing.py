@@ -35,18 +35,23 @@ class Shape:
     scale_factor: int = 2
     longest_edge: int = 64
     vision: dict[str, int] = field(
-        default_factory=lambda: dict(hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=3)
+        default_factory=lambda: {
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+        }
     )
     text: dict[str, int] = field(
-        default_factory=lambda: dict(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=2048,
-        )
+        default_factory=lambda: {
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 2048,
+        }
     )
     vocab_size: int = 512
     tied: bool = False
@@ -60,16 +65,16 @@ SMOLVLM_256M = Shape(
     patch_size=16,
     scale_factor=4,
     longest_edge=2048,
-    vision=dict(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12),
-    text=dict(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        max_position_embeddings=8192,
-    ),
+    vision={"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    text={
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+    },
     vocab_size=49280,
     initializer_range=0.02,
 )

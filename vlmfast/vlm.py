@@ -28,7 +28,7 @@ from vlmfast_kernels.op import all_ops
 from vlmfast_kernels.ops.linear import explain_linear
 from vlmfast_models.families import family
 from vlmfast_models.layers import prepare_for_inference
-from vlmfast_models.weights import load_checkpoint
+from vlmfast_models.weights import allocate, load_checkpoint
 
 if TYPE_CHECKING:
     from vlmfast.chat import Chat
@@ -103,9 +103,8 @@ class VLM:
         checkpoint = read_checkpoint(resolve_folder(name_or_path, revision=revision))
         torch_device = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, checkpoint.stored_dtype, torch_device)
-        with torch.device("meta"):
-            model = family(checkpoint.config.model_type)(checkpoint.config).to(torch_dtype)
-        model = model.to_empty(device=torch_device)
+        network = family(checkpoint.config.model_type)
+        model = allocate(lambda: network(checkpoint.config), device=torch_device, dtype=torch_dtype)
         load_checkpoint(model, checkpoint.folder, progress=progress)
         prepare_for_inference(model)
         return cls(
@@ -185,7 +184,7 @@ class VLM:
         """
         if images is None:
             return ()
-        sources = list(images) if isinstance(images, (list, tuple)) else [images]
+        sources: list[Any] = list(images) if isinstance(images, (list, tuple)) else [images]
         if len(sources) > self.limits.max_images:
             raise ImageLimitError(
                 f"{len(sources)} pictures in one request, the limit is {self.limits.max_images}; "

@@ -6,7 +6,7 @@ known to the `Attention` that the caller passes in. The decoder owns no cache an
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,13 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.head.weight = self.embed_tokens.weight
         self._rope: tuple[Tensor, Tensor] | None = None
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the head read the embedding table where the checkpoint shares them; needed again after allocation."""
+        if self.config.tie_embeddings:
+            self.head.weight = cast(nn.Parameter, self.embed_tokens.weight)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings of token ids, [T] -> [T, E]."""

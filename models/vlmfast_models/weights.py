@@ -34,6 +34,9 @@ class CheckpointModule(nn.Module):
         """Whether a checkpoint tensor carries nothing (a stored position table, a tied head written out)."""
         return False
 
+    def tie(self) -> None:
+        """Lets tensors that a checkpoint stores once share their memory."""
+
     def stored_shape(self, source: str) -> tuple[int, ...] | None:
         """The checkpoint's shape of a tensor where it differs from ours (a convolution that we run as a product)."""
         return None
@@ -59,6 +62,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
     if not files:
         raise WeightsError(f"{folder} has no *.safetensors file (pickle checkpoints are not loaded)")
     return files
+
+
+def allocate(network: Callable[[], CheckpointModule], *, device: torch.device, dtype: torch.dtype) -> CheckpointModule:
+    """The network with unfilled memory on `device`; nothing is initialised twice and nothing is held in float32."""
+    with torch.device("meta"):
+        model = network().to(dtype)
+    model = model.to_empty(device=device)
+    model.tie()  # moving off the meta device gave every parameter memory of its own
+    return model
 
 
 def load_checkpoint(

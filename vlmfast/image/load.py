@@ -88,7 +88,7 @@ def _from_bytes(data: bytes, name: str, limits: Limits) -> ImageInput:
                 picture.load()
                 return _from_pil(picture, name)
     except UnidentifiedImageError as error:
-        raise ImageError(f"{name}: not a picture in a format that Pillow {Image.__version__} reads") from error
+        raise ImageError(f"{name}: not a picture in a format that Pillow reads") from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"{name}: {error}") from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:

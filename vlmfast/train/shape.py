@@ -32,7 +32,7 @@ def model_config(vocab_size: int, token_ids: dict[str, int]) -> dict[str, Any]:
             "hidden_size": 192,
             "intermediate_size": 768,
             "num_hidden_layers": 8,
-            "num_attention_heads": 6,
+            "num_attention_heads": 3,
             "num_channels": 3,
             "image_size": TILE_SIDE,
             "patch_size": PATCH_SIZE,

@@ -31,6 +31,9 @@ class Idefics3(CheckpointModule):
         self.connector = PixelShuffleConnector(config.connector)
         self.decoder = Decoder(config.text)
 
+    def tie(self) -> None:
+        self.decoder.tie()
+
     def encode(self, pixels: Tensor) -> Tensor:
         """Tiles [P, C, side, side], normalised -> visual tokens [P, tokens_per_tile, E]."""
         return self.connector(self.vision(pixels))
