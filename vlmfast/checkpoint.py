@@ -32,8 +32,17 @@ class Checkpoint:
 
 
 def bundled_model() -> Path:
-    """The folder of the small model that comes with vlmfast."""
-    folder = importlib.resources.files("vlmfast_pocket")
+    """The folder of the small model that comes with vlmfast.
+
+    Raises:
+        ModelNotFoundError: this installation lacks it.
+    """
+    try:
+        folder = importlib.resources.files("vlmfast_pocket")
+    except ModuleNotFoundError as error:
+        raise ModelNotFoundError(
+            "the bundled model is not installed (package vlmfast_pocket); install vlmfast again, or name a checkpoint"
+        ) from error
     return Path(str(folder))
 
 

@@ -23,7 +23,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     first of equals).
     """
     if sampling.temperature == 0.0:
-        return torch.nn.functional.one_hot(logits.argmax(), logits.shape[-1]).float()
+        return torch.nn.functional.one_hot(_likeliest(logits), logits.shape[-1]).float()
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         kept = scores.topk(sampling.top_k).indices
@@ -33,6 +33,11 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # mass before the token already reaches top_p
         scores = scores.index_fill(0, order[beyond], float("-inf"))
     return scores.softmax(-1)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """The first index of the largest score. Torch's argmax is scalar code in bf16 and vectorised in float32."""
+    return logits.float().argmax()
 
 
 class Sampler:
@@ -57,7 +62,7 @@ class Sampler:
         if self._seen is not None:
             logits = penalise(logits, self._seen, self._sampling.repetition_penalty)
         if self._generator is None:
-            token_id = int(logits.argmax())
+            token_id = int(_likeliest(logits))
         else:
             distribution = probabilities(logits, self._sampling).cpu()
             token_id = int(torch.multinomial(distribution, 1, generator=self._generator))

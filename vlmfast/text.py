@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
-_CONTEXT_TOKENS = 6
-"""Tokens re-decoded before the new ones: enough for a character of four bytes, one byte a token."""
+_KEPT_TOKENS = 6
+"""Tokens kept before new ones when decoding: enough for a character of four bytes, one byte a token."""
+_MAX_WINDOW = 24
+"""Tokens decoded again at most for each new one, so that the cost does not grow with the answer."""
 
 
 class TextStream:
@@ -14,13 +16,18 @@ class TextStream:
 
     A character whose bytes are spread over tokens is held back until it is whole, and so is text that may turn out to
     begin a stop text. The pieces concatenate to `text`.
+
+        tokens   ............|--- window ---|
+        text     ... released -----|-- new -|
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer.backend_tokenizer
         self._stop = stop
-        self._ids: list[int] = []
-        self._decoded_tokens = 0
+        self._window: list[int] = []
+        self._seen = ""
+        """What the window's tokens decoded to, as far as it was taken."""
+        self._held_tokens = 0
         self._pending = ""
         self.text = ""
         """All text handed out so far."""
@@ -29,26 +36,31 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that is certain now (often empty)."""
-        self._ids.append(token_id)
-        before = self._decode(self._ids[self._window_start() : self._decoded_tokens])
-        after = self._decode(self._ids[self._window_start() :])
-        if after.endswith(_REPLACEMENT) and len(self._ids) - self._decoded_tokens < _CONTEXT_TOKENS:
+        self._window.append(token_id)
+        decoded = self._decode()
+        if decoded.endswith(_REPLACEMENT) and self._held_tokens < _KEPT_TOKENS - 1:
+            self._held_tokens += 1
             return ""
-        self._decoded_tokens = len(self._ids)
-        return self._release(self._pending + after[len(before) :], final=False)
+        return self._release(self._pending + self._take(decoded), final=False)
 
     def finish(self) -> str:
         """Returns what was held back; an unfinished character is dropped."""
-        before = self._decode(self._ids[self._window_start() : self._decoded_tokens])
-        rest = self._decode(self._ids[self._window_start() :])[len(before) :].rstrip(_REPLACEMENT)
-        self._decoded_tokens = len(self._ids)
+        rest = self._decode()[len(self._seen) :].rstrip(_REPLACEMENT) if self._held_tokens else ""
+        self._held_tokens = 0
         return self._release(self._pending + rest, final=True)
 
-    def _window_start(self) -> int:
-        return max(0, self._decoded_tokens - _CONTEXT_TOKENS)
+    def _take(self, decoded: str) -> str:
+        """The part of the window's text that is new; slides the window on when it has grown long."""
+        new = decoded[len(self._seen) :]
+        self._seen = decoded
+        self._held_tokens = 0
+        if len(self._window) > _MAX_WINDOW:
+            self._window = self._window[-_KEPT_TOKENS:]
+            self._seen = self._decode()
+        return new
 
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def _decode(self) -> str:
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
     def _release(self, text: str, *, final: bool) -> str:
         if self.stopped:

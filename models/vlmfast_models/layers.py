@@ -14,10 +14,11 @@ from vlmfast_kernels.ops.norm import rms_norm
 
 
 class Linear(nn.Module):
-    """x W^T + b, with an optional residual added: [..., K] -> [..., N]."""
+    """act(x W^T + b), or x W^T + b with a residual added: [..., K] -> [..., N]."""
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool) -> None:
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, activation: str | None = None) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(output_size, input_size))
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
         self._apply_prepared: Apply | None = None
@@ -25,13 +26,14 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._apply_prepared is not None:
             return self._apply_prepared(x, residual)
-        return linear(x, self.weight, self.bias, residual)
+        return linear(x, self.weight, self.bias, residual, self.activation)
 
     def prepare(self) -> None:
         """Lays the weight out for inference and lets go of the original (whoever it is tied to keeps it)."""
         if self._apply_prepared is not None:
             return
-        prepared = prepare_linear(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        bias = None if self.bias is None else self.bias.detach()
+        prepared = prepare_linear(self.weight.detach(), bias, self.activation)
         self._apply_prepared = prepared.apply
         if prepared.owns_weight:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)

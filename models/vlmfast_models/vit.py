@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from vlmfast_kernels.ops.activation import ACTIVATIONS
+from vlmfast_kernels.ops.attention import attend_all
 from vlmfast_models.config import VisionConfig
 from vlmfast_models.layers import Linear
 
@@ -37,17 +36,21 @@ class VisionBlock(nn.Module):
         self.qkv = Linear(width, 3 * width, bias=True)
         self.out = Linear(width, width, bias=True)
         self.norm2 = nn.LayerNorm(width, eps=config.norm_eps)
-        self.fc1 = Linear(width, config.intermediate_size, bias=True)
+        self.fc1 = Linear(width, config.intermediate_size, bias=True, activation=config.activation)
         self.fc2 = Linear(config.intermediate_size, width, bias=True)
-        self.activation = ACTIVATIONS[config.activation]
+        self._attend_all = attend_all.reference
+
+    def prepare(self) -> None:
+        weight = self.norm1.weight
+        self._attend_all = attend_all.resolve(weight.device, weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         tiles, patches, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(tiles, patches, 3, self.num_heads, width // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [P, H, N, D]
-        mixed = nnf.scaled_dot_product_attention(query, key, value)
+        mixed = self._attend_all(query, key, value)
         x = self.out(mixed.transpose(1, 2).reshape(tiles, patches, width), residual=x)
-        return self.fc2(self.activation(self.fc1(self.norm2(x))), residual=x)
+        return self.fc2(self.fc1(self.norm2(x)), residual=x)
 
 
 class VisionTransformer(nn.Module):

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
+from vlmfast.train.attention import fast_on_cpu
 from vlmfast.train.frames import IGNORED, LABELS, Frames, num_classes
 from vlmfast.train.optimise import Optimiser, Schedule, load_state, save_state
 from vlmfast_models.vit import VisionTransformer
@@ -68,9 +70,10 @@ def pretrain(
     first = load_state(state, modules, optimiser) if resume and state.is_file() else 0
     started = scored = time.monotonic()
     for step in range(first, schedule.num_steps):
-        batch = _batch(train, _picked(seed, step, schedule.batch_size, len(train.pixels)), device)
-        loss = _loss(vision, heads, *batch)
-        optimiser.step(loss, step)
+        batch = _batch(train, picked(seed, step, schedule.batch_size, len(train.pixels)), device)
+        with fast_on_cpu(device):
+            loss = _loss(vision, heads, *batch)
+            optimiser.step(loss, step)
         if step % _LOG_EVERY == 0:
             rate = (step + 1 - first) * schedule.batch_size / (time.monotonic() - started)
             logger.info("dense %d/%d loss %.3f, %.0f scenes/s", step, schedule.num_steps, loss.item(), rate)
@@ -96,7 +99,7 @@ def score(vision: nn.Module, heads: nn.Module, frames: Frames, device: torch.dev
     total = dict.fromkeys(LABELS, 0)
     for start in range(0, len(frames.pixels), batch_size):
         pixels, labels = _batch(frames, np.arange(start, min(start + batch_size, len(frames.pixels))), device)
-        with _autocast(device):
+        with _autocast(device), fast_on_cpu(device):
             logits = heads(vision(normalised(pixels)))
         for name in LABELS:
             counted = labels[name] != IGNORED
@@ -123,7 +126,7 @@ def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def _picked(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
+def picked(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
     """Frame numbers of a step: a pass without repetition over all frames, reshuffled every epoch."""
     start = step * batch_size
     numbers = []
@@ -133,6 +136,7 @@ def _picked(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
     return np.array(sorted(numbers))
 
 
+@lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
 

@@ -81,12 +81,10 @@ def _exists(scene: Scene, rng: random.Random) -> Question:
             f"Does the picture show {thing}?",
         )
     )
-    answer = f"Yes, there is {counted(name, scene.counts[name]).removeprefix('one ')}." if yes else ""
-    if yes and scene.counts[name] > 1:
-        answer = f"Yes, there are {counted(name, scene.counts[name])}."
-    return Question(
-        kind="exists", prompt=prompt, answer=answer or f"No, there is no {name}.", expect={"exists": yes}
-    )
+    number = scene.counts[name]
+    verb = "are" if number > 1 else "is"
+    answer = f"Yes, there {verb} {counted(name, number)}." if yes else f"No, there is no {name}."
+    return Question(kind="exists", prompt=prompt, answer=answer, expect={"exists": yes})
 
 
 def _count(scene: Scene, rng: random.Random) -> Question:
@@ -148,27 +146,25 @@ def _caption(scene: Scene, rng: random.Random) -> Question:
         )
     )
     placed = joined([_placed(scene, name, number, rng) for name, number in scene.counts.items()])
-    colour, texture = scene.background, "" if scene.texture == "plain" else rng.choice((f"{scene.texture} ", ""))
-    sentences = {
-        "background first": [
+    colour, verb = scene.background, _is_or_are(scene)
+    if rng.random() < 0.5:
+        parts = [
             rng.choice(
                 (
-                    f"On a {colour} background there {_is_or_are(scene)} {placed}.",
+                    f"On a {colour} background there {verb} {placed}.",
                     f"In front of a {colour} background we see {placed}.",
                     f"The background is {colour}. The picture shows {placed}.",
                 )
             )
-        ],
-        "background last": [
-            rng.choice((f"The picture shows {placed}.", f"There {_is_or_are(scene)} {placed}.", f"We see {placed}.")),
+        ]
+    else:
+        parts = [
+            rng.choice((f"The picture shows {placed}.", f"There {verb} {placed}.", f"We see {placed}.")),
             rng.choice((f"The background is {colour}.", f"Behind {_them(scene)} is a {colour} background.")),
-        ],
-    }
-    del texture
-    parts = sentences[rng.choice(("background first", "background last"))]
+        ]
     text = _sign_text(scene)
     if text is not None:
-        parts = [*parts, f"The sign says {text}."]
+        parts.append(f"The sign says {text}.")
     return Question(
         kind="caption",
         prompt=prompt,

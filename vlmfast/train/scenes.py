@@ -15,12 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from vlmfast.train.vocabulary import COLOURS, SHAPES, SIGN, SIGN_WORDS, place_name, sticker_names
+from vlmfast.train.vocabulary import COLOURS, SHAPES, SIGN, SIGN_WORDS, cell_of, place_name, sticker_names
 
 TEXTURES = ("plain", "gradient", "stripes", "dots", "checks")
 
 _CELL_CENTRES = (0.2, 0.5, 0.8)
-_PLACE_EDGES = (0.36, 0.64)
 _PLACEMENT_TRIES = 24
 
 
@@ -91,7 +90,7 @@ class Thing:
     def cell(self) -> tuple[int, int]:
         """Row and column of the centre on the 3 x 3 grid."""
         left, top, right, bottom = self.box
-        return _third((top + bottom) / 2), _third((left + right) / 2)
+        return cell_of((left + right) / 2, (top + bottom) / 2)
 
     @property
     def place(self) -> str:
@@ -173,10 +172,6 @@ def sample_scene(seed: int, index: int, *, split: Split = Split.HELD_OUT, style:
         swapped=swapped,
         absent=absent,
     )
-
-
-def _third(value: float) -> int:
-    return sum(value > edge for edge in _PLACE_EDGES)
 
 
 def _look(rng: random.Random, style: Style, background: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ SIGN_CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 ROWS = ("top", "middle", "bottom")
 COLUMNS = ("left", "middle", "right")
 
+_PLACE_EDGES = (0.36, 0.64)
+
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
 
@@ -66,6 +68,12 @@ def joined(parts: list[str]) -> str:
     if len(parts) < 2:
         return "".join(parts)
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def cell_of(x: float, y: float) -> tuple[int, int]:
+    """Row and column, 0 to 2 each, of a point given as fractions of the picture."""
+    row, column = (sum(value > edge for edge in _PLACE_EDGES) for value in (y, x))
+    return row, column
 
 
 def place_name(row: int, column: int) -> str:

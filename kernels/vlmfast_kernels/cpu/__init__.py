@@ -1,3 +1,4 @@
 """CPU implementations, under the file names of `ops/`. Importing this package registers them."""
 
+from vlmfast_kernels.cpu import attention as attention
 from vlmfast_kernels.cpu import norm as norm

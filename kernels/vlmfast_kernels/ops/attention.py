@@ -1,4 +1,4 @@
-"""Causal attention of new tokens over a sequence's cached keys and values, with grouped-query heads."""
+"""Attention: of new tokens over a sequence's cache (`attend`), and of all patches of a tile (`attend_all`)."""
 
 from __future__ import annotations
 
@@ -67,3 +67,24 @@ def _attend_sdpa(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         mask = causal_mask(num_tokens, length, query.device)
         mixed = nnf.scaled_dot_product_attention(heads_first, keys[None], values[None], attn_mask=mask)
     return mixed[0].transpose(0, 1)
+
+
+def _attend_all(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Returns softmax(q k^T / sqrt(D)) v without a mask, all [P, H, N, D]."""
+    return nnf.scaled_dot_product_attention(query, keys, values)
+
+
+def _attend_all_inputs(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    for tiles, heads, patches, dim in ((1, 1, 1, 16), (2, 3, 49, 16), (1, 12, 256, 64), (3, 4, 196, 32)):
+        fused = torch.randn(tiles, patches, 3, heads, dim, generator=generator)
+        query, keys, values = fused.to(dtype).permute(2, 0, 3, 1, 4)  # strided, as a fused projection gives them
+        yield query, keys, values
+
+
+attend_all: Op[Callable[[Tensor, Tensor, Tensor], Tensor]] = Op(
+    name="attend_all",
+    reference=_attend_all,
+    # bf16: scores and weights are rounded once each where an implementation keeps them in the dtype of its inputs.
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 1.6e-2},
+    make_inputs=_attend_all_inputs,
+)

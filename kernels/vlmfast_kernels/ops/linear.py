@@ -9,13 +9,19 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
+from vlmfast_kernels.ops.activation import ACTIVATIONS
+
 Apply = Callable[[Tensor, Tensor | None], Tensor]
-"""apply(x [..., K], residual [..., N] or None) -> x W^T + b (+ residual), [..., N]."""
+"""apply(x [..., K], residual [..., N] or None) -> act(x W^T + b) (+ residual), [..., N]."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-    """Returns x W^T + b (+ residual): x [..., K], weight [N, K], bias [N], residual [..., N]."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """Returns act(x W^T + b) (+ residual): x [..., K], weight [N, K], bias [N], residual [..., N]."""
     out = nnf.linear(x, weight, bias)
+    if activation is not None:
+        out = ACTIVATIONS[activation](out)
     return out if residual is None else residual + out
 
 
@@ -28,15 +34,18 @@ class PreparedLinear:
     owns_weight: bool
 
 
-def prepare_linear(weight: Tensor, bias: Tensor | None) -> PreparedLinear:
-    """The fastest form of this layer for its device and dtype; plain torch where nothing better applies."""
+def prepare_linear(weight: Tensor, bias: Tensor | None, activation: str | None = None) -> PreparedLinear:
+    """The fastest form of this layer for its device and dtype; plain torch where nothing better applies.
+
+    A layer has a residual or an activation, not both: `activation` layers are called with residual None.
+    """
     from vlmfast_kernels.cpu.linear import packed_linear, why_not_packed
 
     if not why_not_packed(weight.device, weight.dtype):
-        return packed_linear(weight, bias)
+        return packed_linear(weight, bias, activation)
 
     def apply(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return linear(x, weight, bias, residual)
+        return linear(x, weight, bias, residual, activation)
 
     return PreparedLinear(name="torch", apply=apply, owns_weight=False)
 

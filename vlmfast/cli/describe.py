@@ -1,0 +1,155 @@
+"""`vlmfast describe`: asks about pictures, one by one or together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vlmfast.cli.loading import load_model
+from vlmfast.cli.options import sampling_option
+from vlmfast.cli.output import write, write_error, write_json
+from vlmfast.errors import VLMFastError
+from vlmfast.options import Sampling
+
+if TYPE_CHECKING:
+    from vlmfast.vlm import VLM
+
+_log = logging.getLogger(__name__)
+_DEFAULT = Sampling()
+_NUCLEUS_NOTE = "Matters with --temperature above 0."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """One row of the output: what to ask about, and how to call it."""
+
+    images: tuple[str, ...]
+    label: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        return ", ".join(self.images)
+
+
+def describe(
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Picture files (or data: URLs).")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask about each picture.")],
+    together: Annotated[bool, typer.Option("--together", help="Ask one question about all the pictures.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="NAME_OR_PATH",
+            help="A checkpoint folder, or a Hugging Face hub name such as HuggingFaceTB/SmolVLM-256M-Instruct. "
+            "The default is the small model that comes with vlmfast.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, sampling_option("max_new_tokens", metavar="N")] = _DEFAULT.max_new_tokens,
+    temperature: Annotated[float, sampling_option("temperature", metavar="T")] = _DEFAULT.temperature,
+    top_p: Annotated[float, sampling_option("top_p", metavar="P", note=_NUCLEUS_NOTE)] = _DEFAULT.top_p,
+    top_k: Annotated[int, sampling_option("top_k", metavar="K", note=_NUCLEUS_NOTE)] = _DEFAULT.top_k,
+    repetition_penalty: Annotated[
+        float, sampling_option("repetition_penalty", metavar="R")
+    ] = _DEFAULT.repetition_penalty,
+    stop: Annotated[
+        list[str] | None, sampling_option("stop", "--stop", metavar="TEXT", note="May be given several times.")
+    ] = None,
+    seed: Annotated[int | None, sampling_option("seed", metavar="S")] = _DEFAULT.seed,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16, or float16 (CUDA only).")
+    ] = "auto",
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Write one JSON object a line: image, text, finish_reason, usage, timings; or image, error."
+        ),
+    ] = False,
+) -> None:
+    """Answer a question about pictures.
+
+    For example: vlmfast describe dog.png -p "What is in the picture?"
+
+    Several pictures are answered one by one, in order. One that can not be used is reported, the others still run, and
+    the exit code is 2.
+    """
+    if not prompt.strip():
+        raise typer.BadParameter('ask something, for example "What is in the picture?"', param_hint="--prompt")
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or _DEFAULT.stop),
+        seed=seed,
+    )
+    if together:
+        questions = [_Question(images=tuple(images), label={"images": images})]
+    else:
+        questions = [_Question(images=(image,), label={"image": image}) for image in images]
+    vlm: VLM | None = None
+    num_failed = 0
+    for index, question in enumerate(questions):
+        if len(questions) > 1 and not as_json:
+            write(("\n" if index else "") + f"==> {question.title} <==\n")
+        problem = _unusable(question) if vlm is None else None
+        if problem is None:
+            vlm = vlm or load_model(model, device=device, dtype=dtype)
+            problem = _answer(vlm, question, prompt, sampling, as_json)
+        if problem is not None:
+            num_failed += 1
+            _report(question, problem, as_json)
+    if num_failed:
+        raise typer.Exit(2)
+
+
+def _unusable(question: _Question) -> VLMFastError | None:
+    """What is wrong with a question's pictures. Asked before a model is loaded: a wrong path is said at once."""
+    from vlmfast.image.load import load_image
+
+    try:
+        for image in question.images:
+            load_image(image)
+    except VLMFastError as error:
+        return error
+    return None
+
+
+def _answer(vlm: VLM, question: _Question, prompt: str, sampling: Sampling, as_json: bool) -> Exception | None:
+    """Writes the answer, streaming unless it is JSON; returns the error if there is none to write."""
+    answer = None
+    started = False
+    try:
+        for chunk in vlm.stream(question.images, prompt, sampling=sampling):
+            answer = chunk.answer
+            if not as_json:
+                text = chunk.text if started else chunk.text.lstrip()  # many templates make answers start with a space
+                write(text)
+                started = started or bool(text)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # the boundary of a picture: the others still run
+        return error
+    finally:
+        if not as_json and (started or answer is not None):
+            write("\n")
+    if as_json:
+        assert answer is not None
+        write_json({**question.label, **answer.to_dict()})
+    return None
+
+
+def _report(question: _Question, error: Exception, as_json: bool) -> None:
+    """Says that a question failed: as its row in JSON, else on stderr. A bug of ours also leaves a traceback there."""
+    if not isinstance(error, VLMFastError):
+        _log.error("%s failed", question.title, exc_info=error)
+    code = error.code if isinstance(error, VLMFastError) else "internal"
+    if as_json:
+        write_json({**question.label, "error": {"kind": code, "message": str(error)}})
+    else:
+        write_error(error)

@@ -1,0 +1,27 @@
+"""What a command writes: answers on stdout, errors as one line on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+_UNPRINTABLE = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
+
+
+def write(text: str) -> None:
+    """Text to stdout at once. A terminal gets no control characters: a model's words must not steer it."""
+    sys.stdout.write(text.translate(_UNPRINTABLE) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def write_json(value: dict[str, Any]) -> None:
+    """One JSON object on a line of its own, at once."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def write_error(message: object) -> None:
+    """One line on stderr, whatever the message holds."""
+    line = " ".join(str(message).split()).translate(_UNPRINTABLE)
+    print(f"vlmfast: error: {line}", file=sys.stderr)

@@ -1,0 +1,71 @@
+"""What the visual tokens should mean in the decoder's own vocabulary, cell by cell.
+
+A visual token that lies near the embeddings of "dog", "top", "left" can simply be copied into an answer. So while the
+connector learns, each of its outputs is also asked to predict, through the decoder's own head, the words for the thing in
+its cell and for the cell's place; a bare cell predicts the background and its colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch.nn.functional as nnf
+from torch import Tensor
+
+from vlmfast.train.frames import IGNORED
+from vlmfast.train.tokens import PromptTokens
+from vlmfast.train.vocabulary import COLOURS, SHAPES, SIGN, SIGN_WORDS, cell_of, sticker_names
+
+NO_WORD = -1
+
+
+def cell_words(
+    tokens: PromptTokens, labels: Mapping[str, npt.NDArray[np.uint8]], scale_factor: int
+) -> npt.NDArray[np.int16]:
+    """Target token ids [N, cells, 4] (thing; colour or sign text; vertical; horizontal place), NO_WORD where none."""
+    things, colours, texts = (_cells(labels[name], scale_factor) for name in ("thing", "colour", "word"))
+    shown = (things > 0) & (things < IGNORED)  # [N, rows, columns, patches of the cell]
+    patch = np.where(shown.any(-1), shown.argmax(-1), (things == 0).argmax(-1))[..., None]
+    thing, colour, text = (np.take_along_axis(x, patch, axis=-1)[..., 0] for x in (things, colours, texts))
+    words = np.full((*thing.shape, 4), NO_WORD, dtype=np.int16)
+    words[..., 0] = _table(tokens, ("background", *sticker_names(), *SHAPES, SIGN))[thing]
+    words[..., 1] = np.where(colour < IGNORED, _table(tokens, COLOURS)[colour], _table(tokens, SIGN_WORDS)[text])
+    words[..., 2:] = np.where(shown.any(-1)[..., None], _place_words(tokens, *thing.shape[1:]), NO_WORD)
+    return words.reshape(len(words), -1, 4)
+
+
+def alignment_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of cells [C, V] against their words [C, 4], the words of a cell in equal shares."""
+    given = (targets != NO_WORD).float()
+    shares = given / given.sum(dim=1, keepdim=True).clamp(min=1)
+    log_probabilities = nnf.log_softmax(logits.float(), dim=-1).gather(1, targets.clamp(min=0))
+    return -(log_probabilities * shares).sum(dim=1).mean()
+
+
+def _cells(labels: npt.NDArray[np.uint8], scale: int) -> npt.NDArray[np.uint8]:
+    """[N, rows, columns] of patches -> [N, rows / s, columns / s, s * s]."""
+    count, rows, columns = labels.shape
+    blocks = np.asarray(labels).reshape(count, rows // scale, scale, columns // scale, scale).swapaxes(2, 3)
+    return blocks.reshape(count, rows // scale, columns // scale, scale * scale)
+
+
+def _table(tokens: PromptTokens, words: tuple[str, ...]) -> npt.NDArray[np.int16]:
+    """Label -> id of the first piece of its word as it stands inside a sentence; every other label -> NO_WORD."""
+    table = np.full(IGNORED + 1, NO_WORD, dtype=np.int16)
+    table[: len(words)] = [tokens.encode(f" {word}")[0] for word in words]
+    return table
+
+
+def _place_words(tokens: PromptTokens, rows: int, columns: int) -> npt.NDArray[np.int16]:
+    """Ids [rows, columns, 2] of the words for where a cell lies; the very middle says so once."""
+    words = np.full((rows, columns, 2), NO_WORD, dtype=np.int16)
+    for row in range(rows):
+        for column in range(columns):
+            down, across = cell_of((column + 0.5) / columns, (row + 0.5) / rows)
+            names = (("top", None, "bottom")[down], ("left", None, "right")[across])
+            for axis, name in enumerate(names if any(names) else ("middle", None)):
+                if name is not None:
+                    words[row, column, axis] = tokens.encode(f" {name}")[0]
+    return words
