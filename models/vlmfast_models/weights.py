@@ -51,8 +51,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index} is not a safetensors index: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
@@ -97,7 +97,7 @@ def load_checkpoint(
             where.update(dict.fromkeys(reader.keys(), reader))
         _check_names(model, sources, where, folder)
         for done, (name, pieces) in enumerate(sources.items(), 1):
-            _fill(parameters[name], name, pieces, where)
+            _fill(model, parameters[name], name, pieces, where)
             if progress is not None:
                 progress(done, len(sources))
 
@@ -130,14 +130,21 @@ def _check_names(model: CheckpointModule, sources: TensorSources, where: Mapping
         raise WeightsError(f"{folder}: " + "; ".join(problems))
 
 
-def _fill(parameter: Tensor, name: str, pieces: Iterable[tuple[str, int]], where: Mapping[str, Any]) -> None:
+def _fill(
+    model: CheckpointModule,
+    parameter: Tensor,
+    name: str,
+    pieces: Iterable[tuple[str, int]],
+    where: Mapping[str, Any],
+) -> None:
     start = 0
     for source, rows in pieces:
         target = parameter.detach()[start : start + rows]
+        expected = model.stored_shape(source) or tuple(target.shape)
         tensor = where[source].get_tensor(source)
-        if tensor.shape[0] != rows or tensor.numel() != target.numel():
+        if tuple(tensor.shape) != expected:
             raise WeightsError(
-                f"tensor {source} has shape {list(tensor.shape)}, the configuration needs {list(target.shape)}"
+                f"tensor {source} has shape {list(tensor.shape)}, the configuration needs {list(expected)}"
                 + ("" if name == source else f" (for {name})")
             )
         target.copy_(tensor.reshape(target.shape))

@@ -10,7 +10,7 @@ import typer
 
 from vlmfast.cli.loading import load_model
 from vlmfast.cli.options import sampling_option
-from vlmfast.cli.output import write, write_error, write_json
+from vlmfast.cli.output import write, write_error, write_foreign, write_json
 from vlmfast.errors import VLMFastError
 from vlmfast.options import Sampling
 
@@ -96,8 +96,8 @@ def describe(
     num_failed = 0
     for index, question in enumerate(questions):
         if len(questions) > 1 and not as_json:
-            write(("\n" if index else "") + f"==> {question.title} <==\n")
-        problem = _unusable(question) if vlm is None else None
+            write_foreign(("\n" if index else "") + f"==> {question.title} <==\n")
+        problem: Exception | None = _unusable(question) if vlm is None else None
         if problem is None:
             vlm = vlm or load_model(model, device=device, dtype=dtype)
             problem = _answer(vlm, question, prompt, sampling, as_json)
@@ -129,7 +129,7 @@ def _answer(vlm: VLM, question: _Question, prompt: str, sampling: Sampling, as_j
             answer = chunk.answer
             if not as_json:
                 text = chunk.text if started else chunk.text.lstrip()  # many templates make answers start with a space
-                write(text)
+                write_foreign(text)
                 started = started or bool(text)
     except BrokenPipeError:
         raise

@@ -1,8 +1,10 @@
-"""The entry point: commands, and what happens to errors on their way out."""
+"""The entry point: commands, and what happens to errors on their way out.
+
+A command's module imports what is slow inside its functions, so that help and bad arguments are answered at once.
+"""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,6 +12,7 @@ from typing import Annotated
 import typer
 
 import vlmfast
+from vlmfast.cli import scenes, train
 from vlmfast.cli.describe import describe
 from vlmfast.cli.models import models
 from vlmfast.cli.output import write, write_error
@@ -25,6 +28,8 @@ app = typer.Typer(
 )
 app.command()(describe)
 app.command()(models)
+app.add_typer(scenes.app, name="scenes")
+app.add_typer(train.app, name="train")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -52,20 +57,3 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-def _mount(name: str, summary: str) -> None:
-    """Adds `vlmfast.cli.<name>:app` as a sub-command that is imported when it is called, and not for `--help`."""
-
-    def run(context: typer.Context) -> None:
-        sub_app = importlib.import_module(f"vlmfast.cli.{name}").app
-        code = sub_app(args=context.args, prog_name=f"vlmfast {name}", standalone_mode=False)
-        if isinstance(code, int) and code:
-            raise typer.Exit(code)
-
-    pass_on = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command(name, help=summary, add_help_option=False, context_settings=pass_on)(run)
-
-
-_mount("scenes", "Make generated scenes with known truths, and score a model on them.")
-_mount("train", "Train the bundled model.")

@@ -10,15 +10,19 @@ _UNPRINTABLE = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr
 
 
 def write(text: str) -> None:
-    """Text to stdout at once. A terminal gets no control characters: a model's words must not steer it."""
-    sys.stdout.write(text.translate(_UNPRINTABLE) if sys.stdout.isatty() else text)
+    """Our own text to stdout, at once."""
+    sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_foreign(text: str) -> None:
+    """A model's text to stdout, at once. A terminal gets it without control characters: it must not steer it."""
+    write(text.translate(_UNPRINTABLE) if sys.stdout.isatty() else text)
 
 
 def write_json(value: dict[str, Any]) -> None:
     """One JSON object on a line of its own, at once."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    write(json.dumps(value, ensure_ascii=False) + "\n")
 
 
 def write_error(message: object) -> None:

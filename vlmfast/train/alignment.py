@@ -1,8 +1,8 @@
 """What the visual tokens should mean in the decoder's own vocabulary, cell by cell.
 
 A visual token that lies near the embeddings of "dog", "top", "left" can simply be copied into an answer. So while the
-connector learns, each of its outputs is also asked to predict, through the decoder's own head, the words for the thing in
-its cell and for the cell's place; a bare cell predicts the background and its colour.
+connector learns, each of its outputs is also asked to predict, through the decoder's own head, the words for the thing
+in its cell and for the cell's place; a bare cell predicts the background and its colour.
 """
 
 from __future__ import annotations

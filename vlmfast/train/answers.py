@@ -45,8 +45,9 @@ def _mentions(text: str) -> list[tuple[str, int, str | None]]:
     plain = re.sub(r"\bthe sign says\b", "", plain)
     matches = list(_name_pattern().finditer(plain))
     mentions = []
-    for match, following in zip(matches, [*matches[1:], None], strict=True):
-        tail = plain[match.end() : following.start() if following else len(plain)].partition(".")[0]
+    ends = [*(match.start() for match in matches[1:]), len(plain)]
+    for match, end in zip(matches, ends, strict=False):
+        tail = plain[match.end() : end].partition(".")[0]
         places = _places(tail)
         number = NUMBER_WORDS.index(match["number"]) if match["number"] else 1
         mentions.append((_name_table()[match["name"]], number, places[0] if places else None))

@@ -93,7 +93,9 @@ def normalised(pixels: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def score(vision: nn.Module, heads: nn.Module, frames: Frames, device: torch.device, batch_size: int = 64) -> DenseScore:
+def score(
+    vision: nn.Module, heads: nn.Module, frames: Frames, device: torch.device, batch_size: int = 64
+) -> DenseScore:
     """Accuracy of each head over all frames."""
     right = dict.fromkeys(LABELS, 0)
     total = dict.fromkeys(LABELS, 0)

@@ -90,7 +90,9 @@ def model_frame(picture: Image.Image, preprocess: PreprocessConfig) -> Image.Ima
     """The picture after the checkpoint's two resizes; for pictures that stay one frame."""
     plan = idefics3_plan(picture.width, picture.height, preprocess, tokens_per_tile=0)
     if plan.num_tiles != 1:
-        raise ValueError(f"a {picture.width}x{picture.height} scene becomes {plan.num_tiles} tiles; training expects one")
+        raise ValueError(
+            f"a {picture.width}x{picture.height} scene becomes {plan.num_tiles} tiles; training expects one"
+        )
     resample = Image.Resampling(preprocess.resample)
     return picture.resize(plan.resized, resample).resize(plan.canvas, resample)
 
@@ -133,9 +135,7 @@ def _patches(pixel_map: npt.NDArray[np.uint8], side: int, patch_size: int) -> np
     return frame.reshape(cells, patch_size, cells, patch_size).swapaxes(1, 2).reshape(cells, cells, patch_size**2)
 
 
-def _majority(
-    patches: npt.NDArray[np.uint8], num_values: int
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+def _majority(patches: npt.NDArray[np.uint8], num_values: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
     """The most frequent value from 1 up in each patch, and the part of the patch it covers."""
     present = [value for value in np.unique(patches) if 0 < value <= num_values]
     if not present:

@@ -46,7 +46,9 @@ class Lesson:
     """Cached tower features [N, patches, Ev]; None to run (and train) the tower."""
 
     @classmethod
-    def prepare(cls, frames: Frames, tokens: PromptTokens, model: Idefics3, features: npt.NDArray[np.float16] | None) -> Lesson:
+    def prepare(
+        cls, frames: Frames, tokens: PromptTokens, model: Idefics3, features: npt.NDArray[np.float16] | None
+    ) -> Lesson:
         words = cell_words(tokens, frames.labels, model.config.connector.scale_factor)
         return cls(frames=frames, tokens=tokens, words=words, features=features)
 
@@ -99,7 +101,7 @@ def cache_features(model: Idefics3, frames: Frames, path: Path, device: torch.de
         partial = path.with_suffix(".partial")
         features = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float16, shape=shape)
         for start in range(0, len(features), 64):
-            pixels = torch.from_numpy(frames.pixels[start : start + 64]).to(device)
+            pixels = torch.from_numpy(np.array(frames.pixels[start : start + 64])).to(device)
             with torch.autocast(device.type, torch.bfloat16), fast_on_cpu(device):
                 features[start : start + 64] = model.vision(normalised(pixels)).half().cpu().numpy()
         features.flush()
@@ -145,7 +147,11 @@ def _rows(lesson: Lesson, numbers: npt.NDArray[np.int64], key: tuple[int, int]) 
     """Packed rows for these frames; the questions differ every time a frame comes up."""
     rng = stream("questions", *key)
     rows = [
-        pack(lesson.tokens, questions_for_row(lesson.frames.members.scene(int(number)), rng), chat=rng.random() < _CHAT_SHARE)
+        pack(
+            lesson.tokens,
+            questions_for_row(lesson.frames.members.scene(int(number)), rng),
+            chat=rng.random() < _CHAT_SHARE,
+        )
         for number in numbers
     ]
     return collate(rows, padding_id=lesson.tokens.token_id("<|endoftext|>"))

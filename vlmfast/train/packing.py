@@ -4,8 +4,8 @@
     segment            0                    1       1      2       2          -1
     position  0 1 2 ...              n   n+1 n+2 ...      n+1 n+2 ...
 
-In a parallel row the questions do not see each other and each continues right behind the picture; in a chat row they are
-the turns of one conversation (one segment, positions run on).
+In a parallel row the questions do not see each other and each continues right behind the picture; in a chat row they
+are the turns of one conversation (one segment, positions run on).
 """
 
 from __future__ import annotations

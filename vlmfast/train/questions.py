@@ -60,9 +60,7 @@ def _colour(scene: Scene, rng: random.Random) -> Question:
     prompt = rng.choice(
         (f"What colour is the {subject}?", f"What color is the {subject}?", f"Which colour does the {subject} have?")
     )
-    return Question(
-        kind="colour", prompt=prompt, answer=f"The {subject} is {colour}.", expect={"colour": colour}
-    )
+    return Question(kind="colour", prompt=prompt, answer=f"The {subject} is {colour}.", expect={"colour": colour})
 
 
 def _exists(scene: Scene, rng: random.Random) -> Question:

@@ -86,9 +86,7 @@ def render(scene: Scene) -> Rendering:
 def shade(rng: random.Random, colour: str) -> tuple[int, int, int]:
     """An RGB value that goes by the colour's name."""
     hue, saturation, value = _HSV[colour]
-    rgb = colorsys.hsv_to_rgb(
-        ((hue + rng.uniform(-5, 5)) % 360) / 360, rng.uniform(*saturation), rng.uniform(*value)
-    )
+    rgb = colorsys.hsv_to_rgb(((hue + rng.uniform(-5, 5)) % 360) / 360, rng.uniform(*saturation), rng.uniform(*value))
     red, green, blue = (round(255 * part) for part in rgb)
     return red, green, blue
 

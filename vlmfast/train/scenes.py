@@ -2,7 +2,8 @@
 
 Every random stream is keyed by the split's name, so training scenes and held-out scenes never share a stream, whatever
 their seeds. Scenes 2k and 2k+1 are twins: the same layout, with one name of thing replaced by another; each knows the
-name that only its twin has (`absent`), which makes yes/no questions that differ by exactly one thing. Drawing is `render`.
+name that only its twin has (`absent`), which makes yes/no questions that differ by exactly one thing. Drawing is
+`render`.
 """
 
 from __future__ import annotations
@@ -133,8 +134,7 @@ class Scene:
                 "text": thing.text,
                 "place": thing.place,
                 "box": [
-                    round(edge * side)
-                    for edge, side in zip(thing.box, (self.width, self.height) * 2, strict=True)
+                    round(edge * side) for edge, side in zip(thing.box, (self.width, self.height) * 2, strict=True)
                 ],
             }
             for thing in self.things
@@ -202,9 +202,7 @@ def _looks(rng: random.Random, style: Style, background: str) -> list[dict[str, 
     return chosen
 
 
-def _place_things(
-    rng: random.Random, style: Style, width: int, height: int, background: str
-) -> list[Thing]:
+def _place_things(rng: random.Random, style: Style, width: int, height: int, background: str) -> list[Thing]:
     """The things with their boxes. A thing that finds no room is left out; the first always finds some."""
     things: list[Thing] = []
     for look in _looks(rng, style, background):
@@ -219,9 +217,7 @@ def _place_things(
     return things
 
 
-def _box(
-    rng: random.Random, style: Style, kind: Kind, width: int, height: int
-) -> tuple[float, float, float, float]:
+def _box(rng: random.Random, style: Style, kind: Kind, width: int, height: int) -> tuple[float, float, float, float]:
     """A box around a jittered centre of one of the nine cells, inside the picture."""
     shorter = min(width, height)
     if kind is Kind.SIGN:

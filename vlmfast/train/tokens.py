@@ -33,7 +33,11 @@ SPECIAL_TOKENS = (
     FRAME,
     IMAGE,
     GLOBAL,
-    *(f"<row_{row}_col_{column}>" for row in range(1, MAX_TILES_A_SIDE + 1) for column in range(1, MAX_TILES_A_SIDE + 1)),
+    *(
+        f"<row_{row}_col_{column}>"
+        for row in range(1, MAX_TILES_A_SIDE + 1)
+        for column in range(1, MAX_TILES_A_SIDE + 1)
+    ),
 )
 
 CHAT_TEMPLATE = (

@@ -1,0 +1,87 @@
+"""The distribution that tokens are drawn from, against transformers' processors in the order generate applies them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from vlmfast.options import Sampling
+from vlmfast.sample import Sampler, penalise, probabilities
+
+_VOCAB = 97
+_CASES = list(itertools.product((0.3, 1.0, 2.5), (0, 1, 5, 200), (1.0, 0.9, 0.35, 0.01), (1.0, 1.7, 0.6)))
+
+
+def _theirs(logits: torch.Tensor, seen: list[int], options: Sampling) -> torch.Tensor:
+    processors = LogitsProcessorList()
+    if options.repetition_penalty != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(options.temperature))
+    if options.top_k:
+        processors.append(TopKLogitsWarper(options.top_k))
+    if options.top_p < 1.0:
+        processors.append(TopPLogitsWarper(options.top_p))
+    return processors(torch.tensor([seen]), logits[None].clone())[0].softmax(-1)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "penalty"), _CASES)
+def test_distribution_matches(temperature: float, top_k: int, top_p: float, penalty: float) -> None:
+    """Guards temperature, top-k, top-p and repetition penalty together, on random logits."""
+    options = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=penalty)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(_VOCAB, generator=generator) * 4
+        seen = torch.randint(0, _VOCAB, (20,), generator=generator).tolist()
+        mask = torch.zeros(_VOCAB, dtype=torch.bool)
+        mask[seen] = True
+        ours = probabilities(penalise(logits, mask, penalty), options)
+        theirs = _theirs(logits, seen, options)
+        assert torch.equal(ours > 0, theirs > 0)
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_order_matters() -> None:
+    """Negative control: top-p before temperature would keep other tokens, so the order above is really checked."""
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    right = probabilities(logits, Sampling(temperature=4.0, top_p=0.7))
+    cut_first = probabilities(logits, Sampling(temperature=1.0, top_p=0.7))
+    assert int((right > 0).sum()) > int((cut_first > 0).sum())
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    """Guards ties at temperature 0: the distribution and the sampler agree on the first of the likeliest."""
+    logits = torch.tensor([0.0, 5.0, 5.0, 1.0])
+    assert probabilities(logits, Sampling()).tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert Sampler(Sampling(), torch.tensor([0]), 4).choose(logits) == 1
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Guards the draw itself by chi-square over 4000 draws on five tokens; p < 1e-6 for a false alarm, seed fixed."""
+    logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -9.0])
+    options = Sampling(temperature=0.8, top_p=0.98, seed=3)
+    sampler = Sampler(options, torch.tensor([0]), 5)
+    counts = torch.zeros(5)
+    for _ in range(4000):
+        counts[sampler.choose(logits)] += 1
+    expected = probabilities(logits, options) * 4000
+    assert float(counts[expected == 0].sum()) == 0
+    kept = expected > 0
+    assert float(((counts - expected)[kept] ** 2 / expected[kept]).sum()) < 35.0
+
+
+def test_chosen_tokens_are_penalised_too() -> None:
+    """Guards the penalty over the answer, not only the prompt: the likeliest token is not chosen for ever."""
+    logits = torch.tensor([1.0, 3.0, 2.5, 2.0])
+    sampler = Sampler(Sampling(repetition_penalty=1.5), torch.tensor([0]), 4)
+    assert [sampler.choose(logits) for _ in range(4)] == [1, 2, 1, 1]
+    plain = Sampler(Sampling(), torch.tensor([0]), 4)
+    assert [plain.choose(logits) for _ in range(3)] == [1, 1, 1]
