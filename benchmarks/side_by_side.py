@@ -152,12 +152,14 @@ def report(comparisons: Sequence[Comparison], missing: Sequence[tuple[str, str]]
     """
     where = environment()
     console = Console(stderr=options.json)
-    table = Table("measurement", "ours ms", "transformers ms", "ratio", "checked", title=_headline(where))
+    table = Table("", "ours ms", "transformers ms", "ratio")
     for row in comparisons:
-        table.add_row(row.title, _spread(row.ours), _spread(row.theirs), f"{row.ratio:.2f}x", row.check)
+        table.add_row(row.title, _spread(row.ours), _spread(row.theirs), f"{row.ratio:.2f}x")
+    console.print(table, "median (min .. max); ratio of medians, above 1 ours is faster", _headline(where), sep="\n")
+    for row in comparisons:
+        console.print(f"{row.title}, checked before timing: {row.check}")
     for key, reason in missing:
-        table.add_row(key, "-", "-", "-", reason)
-    console.print(table)
+        console.print(f"{key}: {reason}")
     if options.json:
         values: dict[str, Any] = {}
         for row in comparisons:

@@ -17,7 +17,7 @@ def main() -> None:
     prepare(options)
     from cases import five_tiles, one_tile, pocket, run_cases
 
-    cases = [one_tile(21, 7), five_tiles(7, 3), pocket(41, 15)]
+    cases = [one_tile(21, 7), five_tiles(7, 2), pocket(41, 15)]
     run_cases(cases, "ttft", lambda side, picture: side.run(picture, 1).total_ms, options)
 
 

@@ -8,7 +8,7 @@ _REPLACEMENT = "\ufffd"
 _KEPT_TOKENS = 6
 """Tokens kept before new ones when decoding: enough for a character of four bytes, one byte a token."""
 _MAX_WINDOW = 24
-"""Tokens decoded again at most for each new one, so that the cost does not grow with the answer."""
+"""Tokens decoded again for each new one, so that the cost does not grow with the answer (more only while held back)."""
 
 
 class TextStream:
@@ -27,7 +27,6 @@ class TextStream:
         self._window: list[int] = []
         self._seen = ""
         """What the window's tokens decoded to, as far as it was taken."""
-        self._held_tokens = 0
         self._pending = ""
         self.text = ""
         """All text handed out so far."""
@@ -37,24 +36,22 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that is certain now (often empty)."""
         self._window.append(token_id)
-        decoded = self._decode()
-        if decoded.endswith(_REPLACEMENT) and self._held_tokens < _KEPT_TOKENS - 1:
-            self._held_tokens += 1
-            return ""
-        return self._release(self._pending + self._take(decoded), final=False)
+        return self._release(self._pending + self._take(self._decode()), final=False)
 
     def finish(self) -> str:
-        """Returns what was held back; an unfinished character is dropped."""
-        rest = self._decode()[len(self._seen) :].rstrip(_REPLACEMENT) if self._held_tokens else ""
-        self._held_tokens = 0
-        return self._release(self._pending + rest, final=True)
+        """Returns what was held back for a stop text that did not come; an unfinished character is dropped."""
+        return self._release(self._pending, final=True)
 
     def _take(self, decoded: str) -> str:
-        """The part of the window's text that is new; slides the window on when it has grown long."""
-        new = decoded[len(self._seen) :]
-        self._seen = decoded
-        self._held_tokens = 0
-        if len(self._window) > _MAX_WINDOW:
+        """The part of the window's text that is new and certain; slides the window on when it has grown long.
+
+        The bytes of an unfinished character decode to replacement characters at the end. Whether these stay is known
+        when something else follows them; until then they are held back.
+        """
+        certain = decoded.rstrip(_REPLACEMENT)
+        new = certain[len(self._seen) :]
+        self._seen = certain
+        if certain == decoded and len(self._window) > _MAX_WINDOW:
             self._window = self._window[-_KEPT_TOKENS:]
             self._seen = self._decode()
         return new

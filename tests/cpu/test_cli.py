@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import io
 import json
@@ -151,6 +152,14 @@ def test_together_fails_as_one(ask: Run, pictures: dict[str, str]) -> None:
     assert result.code == 2
     assert row["images"] == paths
     assert row["error"]["kind"] == "bad_image"
+
+
+def test_a_data_url_is_answered_but_not_repeated(ask: Run, pictures: dict[str, str]) -> None:
+    url = "data:image/png;base64," + base64.b64encode(Path(pictures["red"]).read_bytes()).decode()
+    from_url, from_file = ask(url, pictures["red"], "--json").rows
+    assert from_url["text"] == from_file["text"]
+    assert from_url["image"] == "str #0"
+    assert url not in ask(url, pictures["red"]).out
 
 
 def test_a_bug_in_one_picture_leaves_the_others(

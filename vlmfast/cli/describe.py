@@ -24,14 +24,11 @@ _NUCLEUS_NOTE = "Matters with --temperature above 0."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """One row of the output: what to ask about, and how to call it."""
+    """One row of the output: what to ask about, and how to call it in JSON and in text."""
 
     images: tuple[str, ...]
     label: dict[str, Any]
-
-    @property
-    def title(self) -> str:
-        return ", ".join(self.images)
+    title: str
 
 
 def describe(
@@ -88,10 +85,7 @@ def describe(
         stop=tuple(stop or _DEFAULT.stop),
         seed=seed,
     )
-    if together:
-        questions = [_Question(images=tuple(images), label={"images": images})]
-    else:
-        questions = [_Question(images=(image,), label={"image": image}) for image in images]
+    questions = _questions(images, together)
     vlm: VLM | None = None
     num_failed = 0
     for index, question in enumerate(questions):
@@ -106,6 +100,17 @@ def describe(
             _report(question, problem, as_json)
     if num_failed:
         raise typer.Exit(2)
+
+
+def _questions(images: list[str], together: bool) -> list[_Question]:
+    from vlmfast.image.load import source_name
+
+    names = [source_name(image, index) for index, image in enumerate(images)]  # a path, but not a whole data URL
+    if together:
+        return [_Question(images=tuple(images), label={"images": names}, title=", ".join(names))]
+    return [
+        _Question(images=(image,), label={"image": name}, title=name) for image, name in zip(images, names, strict=True)
+    ]
 
 
 def _unusable(question: _Question) -> VLMFastError | None:

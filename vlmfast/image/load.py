@@ -5,11 +5,13 @@ same digest by every door.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import os
 import re
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from vlmfast.errors import ImageError
+from vlmfast.errors import ImageError, VLMFastError
 from vlmfast.image.guard import check_bytes, check_size
 from vlmfast.image.identity import pixel_digest
 from vlmfast.options import Limits
@@ -42,14 +44,15 @@ def load_image(source: ImageSource, *, limits: Limits | None = None) -> ImageInp
         return source
     if isinstance(source, Image.Image):
         check_size(source.width, source.height, "PIL image", limits)
-        return _from_pil(source, "PIL image")
+        with _damage_named("PIL image"):
+            return _from_pil(source, "PIL image")
     if isinstance(source, np.ndarray):
         return _from_array(source, limits)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return _from_bytes(bytes(source), "image bytes", limits)
     if isinstance(source, str) and source[:5].lower() == "data:":
         return _from_bytes(_data_url_bytes(source), "data URL", limits)
-    if isinstance(source, str) and re.match(r"[a-z]+://", source, re.IGNORECASE):
+    if isinstance(source, str) and re.match(r"[a-z][a-z0-9+.-]*://", source, re.IGNORECASE):
         raise ImageError(f"{source}: fetching from URLs is not supported; download the file and give its path")
     if isinstance(source, (str, os.PathLike)):
         return _from_path(Path(source), limits)
@@ -80,19 +83,42 @@ def _from_path(path: Path, limits: Limits) -> ImageInput:
 
 def _from_bytes(data: bytes, name: str, limits: Limits) -> ImageInput:
     check_bytes(len(data), name, limits)
+    with _damage_named(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's size warning: our own limit decides
+        with _open(data) as picture:
+            check_size(picture.width, picture.height, name, limits)
+            picture.load()
+            return _from_pil(picture, name)
+
+
+_lifting = threading.Lock()
+
+
+def _open(data: bytes) -> Image.Image:
+    """The picture of a file, its header read. Pillow's own size limit is lifted where it objects: ours decides."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's size warning: our own limit decides
-            with Image.open(io.BytesIO(data)) as picture:
-                check_size(picture.width, picture.height, name, limits)
-                picture.load()
-                return _from_pil(picture, name)
+        return Image.open(io.BytesIO(data))
+    except Image.DecompressionBombError:
+        with _lifting:
+            theirs, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+            try:
+                return Image.open(io.BytesIO(data))
+            finally:
+                Image.MAX_IMAGE_PIXELS = theirs
+
+
+@contextmanager
+def _damage_named(name: str) -> Iterator[None]:
+    """Turns whatever Pillow raises over a picture into an ImageError that names it."""
+    try:
+        yield
+    except VLMFastError:
+        raise
     except UnidentifiedImageError as error:
         raise ImageError(f"{name}: not a picture in a format that Pillow reads") from error
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"{name}: {error}") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        raise ImageError(f"{name}: the picture is damaged or cut short ({error})") from error
+    except Exception as error:
+        # Damaged files make Pillow's readers raise anything: OSError, SyntaxError, struct.error, KeyError, ...
+        raise ImageError(f"{name}: the picture is damaged, cut short or of an unusual mode ({error})") from error
 
 
 def _data_url_bytes(url: str) -> bytes:
@@ -102,7 +128,7 @@ def _data_url_bytes(url: str) -> bytes:
     payload = "".join(url[match.end() :].split())
     try:
         return base64.b64decode(payload + "=" * (-len(payload) % 4), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error is one; characters beyond ASCII raise it plain
         raise ImageError(f"data URL: not valid base64 ({error})") from error
 
 
@@ -138,7 +164,7 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
     if picture.mode == "RGB" and "transparency" not in picture.info:
         return picture
     if picture.mode in ("I", "F") or picture.mode.startswith("I;"):
-        picture = _to_grey8(picture)
+        return _to_grey8(picture).convert("RGB")
     if picture.has_transparency_data:
         layered = picture.convert("RGBA")
         flat = Image.new("RGB", layered.size, _WHITE)
@@ -148,13 +174,23 @@ def _to_rgb(picture: Image.Image) -> Image.Image:
 
 
 def _to_grey8(picture: Image.Image) -> Image.Image:
-    """16-bit, 32-bit and float greys to 8 bits by value range: up to 1, up to 255, up to 65535, else min to max."""
-    values = np.nan_to_num(np.asarray(picture).astype(np.float64))
-    low, high = float(values.min()), float(values.max())
+    """16-bit, 32-bit and float greys to 8 bits by value range: up to 1, up to 255, up to 65535, else min to max.
+
+    What is no number is as dark as the darkest; infinities are the ends of the range. A value that
+    is named transparent becomes white.
+    """
+    values = np.asarray(picture).astype(np.float64)
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
+    values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
+    grey = values
     if low < 0 or high > 65535:
-        values = (values - low) / max(high - low, 1e-12) * 255
+        grey = (values - low) / max(high - low, 1e-12) * 255
     elif picture.mode.startswith("I;16") or high > 255:
-        values = values / 257
+        grey = values / 257
     elif picture.mode == "F" and high <= 1:
-        values = values * 255
-    return Image.fromarray(np.rint(values).astype(np.uint8))
+        grey = values * 255
+    transparent = picture.info.get("transparency")
+    if isinstance(transparent, int):
+        grey = np.where(values == transparent, 255, grey)
+    return Image.fromarray(np.rint(grey).astype(np.uint8))

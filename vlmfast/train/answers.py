@@ -84,8 +84,9 @@ def _sign(expect: Mapping[str, Any], text: str) -> bool:
 def _caption(expect: Mapping[str, Any], text: str) -> bool:
     """Every thing and no other, and nothing wrong said about places, background or sign text."""
     plain = _normalised(text)
-    backgrounds = re.findall(r"\b(\w+) background\b|\bbackground is (\w+)", plain)
-    said_colours = {word for pair in backgrounds for word in pair if word in COLOURS}
+    colour = "|".join(COLOURS)
+    backgrounds = re.findall(rf"\b({colour}) background\b|\bbackground is ({colour})\b", plain)
+    said_colours = {word for pair in backgrounds for word in pair if word}
     places = {name: place for name, _, place in _mentions(text) if place is not None}
     said = _SIGN_TEXT.findall(text)
     return (

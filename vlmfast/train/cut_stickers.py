@@ -19,7 +19,8 @@ STICKERS = """
 dog dogs 🐶|cat cats 🐱|rabbit rabbits 🐰|fox foxes 🦊|panda pandas 🐼|lion lions 🦁|pig pigs 🐷|frog frogs 🐸
 monkey monkeys 🐵|penguin penguins 🐧|owl owls 🦉|horse horses 🐴|bee bees 🐝|butterfly butterflies 🦋|snail snails 🐌
 ladybug ladybugs 🐞|turtle turtles 🐢|fish fish 🐠|whale whales 🐳|octopus octopuses 🐙|crab crabs 🦀
-elephant elephants 🐘|dinosaur dinosaurs 🦕|sunflower sunflowers 🌻|rose roses 🌹|tree trees 🌳|cactus cacti 🌵|mushroom mushrooms 🍄
+elephant elephants 🐘|dinosaur dinosaurs 🦕
+sunflower sunflowers 🌻|rose roses 🌹|tree trees 🌳|cactus cacti 🌵|mushroom mushrooms 🍄
 apple apples 🍎|banana bananas 🍌|lemon lemons 🍋|watermelon watermelons 🍉|grape grapes 🍇|strawberry strawberries 🍓
 pineapple pineapples 🍍|carrot carrots 🥕|broccoli broccoli 🥦|pizza pizzas 🍕|burger burgers 🍔|donut donuts 🍩
 cake cakes 🎂|egg eggs 🍳|cup cups ☕|car cars 🚗|bus buses 🚌|truck trucks 🚚|bicycle bicycles 🚲|train trains 🚂

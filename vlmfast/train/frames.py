@@ -68,6 +68,14 @@ class Frames:
     pixels: npt.NDArray[np.uint8]
     labels: dict[str, npt.NDArray[np.uint8]]
 
+    def first(self, count: int) -> Frames:
+        """The first frames only; nothing is copied."""
+        return Frames(
+            members=self.members,
+            pixels=self.pixels[:count],
+            labels={name: values[:count] for name, values in self.labels.items()},
+        )
+
 
 def open_frames(
     folder: Path, members: FrameSet, preprocess: PreprocessConfig, patch_size: int, *, workers: int = 2

@@ -65,7 +65,10 @@ def train_language(
     score: Callable[[], object],
     score_every_s: float = 300.0,
 ) -> None:
-    """Trains `model` in place: connector and decoder, and the tower too where no features are cached."""
+    """Trains `model` in place: connector and decoder, and the tower too where no features are cached.
+
+    State goes to the file `state` at every score; with `resume` it is read back from there.
+    """
     modules: dict[str, nn.Module] = {"connector": model.connector, "decoder": model.decoder}
     if lesson.features is None:
         modules["vision"] = model.vision
@@ -76,8 +79,7 @@ def train_language(
         numbers = picked(seed, step, schedule.batch_size, len(lesson.frames.pixels))
         with fast_on_cpu(device):
             answer_loss, cell_loss = _losses(model, lesson, numbers, (seed, step), device)
-            weight = _ALIGNMENT_WEIGHT * (1 - step / schedule.num_steps)
-            optimiser.step(answer_loss + weight * cell_loss, step)
+            optimiser.step(answer_loss + _ALIGNMENT_WEIGHT * cell_loss, step)
         if step % _LOG_EVERY == 0:
             rate = (step + 1 - first) * schedule.batch_size / (time.monotonic() - started)
             logger.info(

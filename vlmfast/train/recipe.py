@@ -18,6 +18,7 @@ from vlmfast.train.dense import pretrain
 from vlmfast.train.evaluate import evaluate
 from vlmfast.train.export import write_pocket
 from vlmfast.train.frames import Frames, FrameSet, open_frames
+from vlmfast.train.initial import initialize_vision
 from vlmfast.train.language import Lesson, cache_features, train_language
 from vlmfast.train.optimise import Schedule
 from vlmfast.train.scenes import CROWDED, POCKET, Split
@@ -38,7 +39,9 @@ class Recipe:
     language: Schedule
     joint: Schedule
     num_dense_frames: int = 24_000
-    num_language_frames: int = 24_000
+    num_joint_frames: int = 24_000
+    num_language_frames: int = 6_000
+    """The part of the joint stage's frames whose features are cached while the tower is frozen."""
     num_held_out_frames: int = 512
     num_scored_scenes: int = 96
     """Scenes behind each accuracy in the log."""
@@ -47,9 +50,9 @@ class Recipe:
 
 
 FIRST_POCKET = Recipe(
-    dense=Schedule(num_steps=2200, batch_size=16, learning_rate=1.2e-3),
-    language=Schedule(num_steps=2000, batch_size=32, learning_rate=1e-3),
-    joint=Schedule(num_steps=800, batch_size=32, learning_rate=4e-4),
+    dense=Schedule(num_steps=2000, batch_size=16, learning_rate=1e-3),
+    language=Schedule(num_steps=1200, batch_size=8, learning_rate=8e-4),
+    joint=Schedule(num_steps=1200, batch_size=8, learning_rate=5e-4),
 )
 
 
@@ -94,9 +97,7 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path) -> Tally:
         resume=place.resume,
         device=place.device,
     )
-    lesson_frames = frames(
-        "pocket", FrameSet(split=Split.TRAIN, seed=2, count=recipe.num_language_frames, style=POCKET)
-    )
+    joint_frames = frames("pocket", FrameSet(split=Split.TRAIN, seed=2, count=recipe.num_joint_frames, style=POCKET))
     scored = held_out("pocket")
 
     def score(count: int = recipe.num_scored_scenes) -> Tally:
@@ -105,6 +106,7 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path) -> Tally:
     for name, schedule, frozen in (("language", recipe.language, True), ("joint", recipe.joint, False)):
         if schedule.num_steps == 0:
             continue
+        lesson_frames = joint_frames.first(recipe.num_language_frames) if frozen else joint_frames
         features = cache_features(model, lesson_frames, features_path, place.device) if frozen else None
         train_language(
             model,
@@ -125,6 +127,7 @@ def new_pocket(tokenizer: Tokenizer, seed: int) -> Idefics3:
     config = ModelConfig.from_hf(shape.model_config(tokenizer.get_vocab_size(), special_ids(tokenizer)))
     model = Idefics3(config)
     initialize(model, seed=seed)
+    initialize_vision(model.vision, seed=seed)
     return model
 
 

@@ -1,0 +1,235 @@
+"""Drawing, frames, tokens and packed rows of the pocket, and the commands around them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from vlmfast.cli.scenes import app
+from vlmfast.train import shape
+from vlmfast.train.alignment import NO_WORD, cell_words
+from vlmfast.train.attention import CachedAttention, PackedAttention, spelled_out_attention
+from vlmfast.train.evaluate import answer
+from vlmfast.train.export import write_pocket
+from vlmfast.train.frames import IGNORED, LABELS, FrameSet, model_frame, num_classes, open_frames, patch_labels
+from vlmfast.train.packing import IGNORED_TARGET, collate, pack
+from vlmfast.train.questions import ask_all
+from vlmfast.train.recipe import new_pocket
+from vlmfast.train.render import render
+from vlmfast.train.scenes import CROWDED, Kind, Split, sample_scene, stream
+from vlmfast.train.tokens import FRAME, GLOBAL, IMAGE, PromptTokens, train_tokenizer, write_tokenizer
+from vlmfast_models.config import PreprocessConfig
+
+PREPROCESS = PreprocessConfig.from_hf(shape.preprocessor_config())
+
+
+@pytest.fixture(scope="module")
+def tokens() -> PromptTokens:
+    return PromptTokens(tokenizer=train_tokenizer(), num_visual=64)
+
+
+def test_a_picture_is_a_function_of_its_scene() -> None:
+    scene = sample_scene(3, 8)
+    first, second = render(scene), render(scene)
+    assert first.picture.size == (scene.width, scene.height)
+    assert np.array_equal(np.asarray(first.picture), np.asarray(second.picture))
+    other = np.asarray(render(sample_scene(4, 8)).picture.resize((64, 64)), dtype=int)
+    assert np.abs(other - np.asarray(first.picture.resize((64, 64)), dtype=int)).mean() > 5
+
+
+def test_every_thing_is_seen_inside_its_box() -> None:
+    for index in range(40):
+        scene = sample_scene(3, index)
+        owners = render(scene).owners
+        assert set(np.unique(owners)) <= set(range(len(scene.things) + 1))
+        for number, thing in enumerate(scene.things, start=1):
+            ys, xs = np.nonzero(owners == number)
+            assert len(ys) > 0.15 * (thing.box[2] - thing.box[0]) * (thing.box[3] - thing.box[1]) * owners.size
+            assert xs.min() >= thing.box[0] * scene.width - 2 and xs.max() <= thing.box[2] * scene.width + 2
+            assert ys.min() >= thing.box[1] * scene.height - 2 and ys.max() <= thing.box[3] * scene.height + 2
+
+
+def test_sign_characters_are_marked_in_order() -> None:
+    scene = next(s for s in (sample_scene(3, i) for i in range(200)) if any(t.kind is Kind.SIGN for t in s.things))
+    text = next(thing.text for thing in scene.things if thing.kind is Kind.SIGN) or ""
+    marked = render(scene).characters
+    columns = {value: np.nonzero(marked == value)[1].mean() for value in np.unique(marked) if value}
+    assert len(columns) == len(set(text))
+
+
+def test_frames_are_what_the_runtime_makes() -> None:
+    """The pocket is trained on exactly the pixels that the product's own preprocessing gives it."""
+    from vlmfast.image.load import load_image
+    from vlmfast.image.preprocess import preprocess
+    from vlmfast_models.geometry import idefics3_plan
+
+    for index in range(6):
+        picture = render(sample_scene(3, index)).picture
+        plan = idefics3_plan(*picture.size, PREPROCESS, tokens_per_tile=64)
+        pixels = preprocess(load_image(picture), plan, PREPROCESS).pixels
+        ours = torch.from_numpy(np.array(model_frame(picture, PREPROCESS))).permute(2, 0, 1).float() / 127.5 - 1
+        assert pixels.shape == (1, 3, shape.TILE_SIDE, shape.TILE_SIDE)
+        assert (pixels[0] - ours).abs().max() < 1e-5
+
+
+def test_patch_labels_name_what_the_scene_holds() -> None:
+    for index in range(20):
+        scene = sample_scene(3, index)
+        labels = patch_labels(scene, render(scene), shape.TILE_SIDE, shape.PATCH_SIZE)
+        assert set(labels) == set(LABELS)
+        for name, classes in num_classes().items():
+            values = np.unique(labels[name])
+            assert ((values < classes) | (values == IGNORED)).all()
+        seen = set(np.unique(labels["thing"])) - {0, IGNORED}
+        kinds = {thing.shape or thing.name for thing in scene.things}
+        assert len(seen) == len(kinds)
+
+
+def test_frame_folders_are_reused_only_for_the_same_scenes(tmp_path: Path) -> None:
+    members = FrameSet(split=Split.TRAIN, seed=9, count=3, style=CROWDED, step=2)
+    first = open_frames(tmp_path, members, PREPROCESS, shape.PATCH_SIZE, workers=1)
+    stamp = (tmp_path / "pixels.npy").stat().st_mtime_ns
+    again = open_frames(tmp_path, members, PREPROCESS, shape.PATCH_SIZE, workers=1)
+    assert (tmp_path / "pixels.npy").stat().st_mtime_ns == stamp
+    assert np.array_equal(first.pixels, again.pixels)
+    picture = render(members.scene(2)).picture
+    assert np.array_equal(first.pixels[2], np.asarray(model_frame(picture, PREPROCESS)))
+    kept = np.array(first.pixels)  # the file below the old array is written anew
+    other = FrameSet(split=Split.HELD_OUT, seed=9, count=3, style=CROWDED, step=2)
+    assert not np.array_equal(kept, open_frames(tmp_path, other, PREPROCESS, shape.PATCH_SIZE, workers=1).pixels)
+
+
+def test_tokens_follow_the_chat_template(tokens: PromptTokens, tmp_path: Path) -> None:
+    """Training builds its ids part by part; the runtime and transformers go through the template. They must agree."""
+    from transformers import AutoTokenizer
+
+    write_tokenizer(tokens.tokenizer, tmp_path, 2048)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = loaded.apply_chat_template(
+        [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What do you see?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "There is a dog."}]},
+            {"role": "user", "content": [{"type": "text", "text": "Where is it?"}]},
+        ],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ids = loaded(text.replace(IMAGE, f"{FRAME}{GLOBAL}{IMAGE * 64}{FRAME}"))["input_ids"]
+    parts = tokens.question("What do you see?") + tokens.answer("There is a dog.")
+    assert ids == tokens.opening() + parts + tokens.question("Where is it?", first=False)
+    assert tokens.decode(tokens.answer("Two dogs, näive 犬.")) == "Two dogs, näive 犬."
+
+
+def test_every_scene_name_is_few_pieces(tokens: PromptTokens) -> None:
+    for scene in (sample_scene(3, index) for index in range(50)):
+        for name in scene.counts:
+            assert len(tokens.encode(f" {name}")) <= 2
+
+
+def test_packed_rows_hold_every_answer(tokens: PromptTokens) -> None:
+    questions = ask_all(sample_scene(3, 1), stream("pack"))
+    row = pack(tokens, questions, chat=False)
+    answers = [token for question in questions for token in tokens.answer(question.answer)]
+    assert [token for token in row.targets if token != IGNORED_TARGET] == answers
+    assert row.ids.count(tokens.token_id(IMAGE)) == 64
+    start = len(tokens.opening())
+    assert {row.positions[i] for i in range(1, len(row.ids)) if row.segments[i] != row.segments[i - 1]} == {start}
+    batch = collate([row, pack(tokens, questions[:1], chat=True)], padding_id=0)
+    assert batch.ids.shape == (2, len(row.ids)) and (batch.segments[1, -1] == -1)
+
+
+def test_packed_questions_do_not_see_each_other(tokens: PromptTokens) -> None:
+    """Negative control included: the same question in a chat row does see the turn before."""
+    model = new_pocket(tokens.tokenizer, seed=1)
+    questions = ask_all(sample_scene(3, 1), stream("pack"))[:3]
+
+    def logits_of_last(number: int, others: list[int], *, chat: bool) -> torch.Tensor:
+        row = pack(tokens, [*(questions[i] for i in others), questions[number]], chat=chat)
+        batch = collate([row], padding_id=0)
+        attention = PackedAttention(batch.segments, torch.float32)
+        hidden = model.decoder.run(model.decoder.embed(batch.ids).flatten(0, 1), batch.positions.flatten(), attention)
+        return model.decoder.logits(hidden[-4:])
+
+    alone = logits_of_last(2, [], chat=False)
+    assert torch.allclose(alone, logits_of_last(2, [0, 1], chat=False), atol=1e-5)
+    assert not torch.allclose(alone, logits_of_last(2, [0], chat=True), atol=1e-3)
+
+
+def test_batched_greedy_answers_equal_single_ones(tokens: PromptTokens) -> None:
+    model = new_pocket(tokens.tokenizer, seed=1)
+    visual = torch.randn(3, 64, model.config.text.hidden_size, generator=torch.Generator().manual_seed(0))
+    prompts = ["What is in the picture?", "Count the things.", "Read the sign."]
+    with torch.no_grad():
+        together = answer(model, tokens, visual, prompts)
+        singly = [answer(model, tokens, visual[i : i + 1], prompts[i : i + 1])[0] for i in range(3)]
+    assert together == singly
+
+
+def test_spelled_out_attention_is_attention() -> None:
+    query, key, value = torch.randn(3, 2, 3, 7, 16, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert torch.allclose(spelled_out_attention(query, key, value), expected, atol=1e-6)
+
+
+def test_cached_attention_ignores_fillers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2 * 4, heads, 8, generator=generator) for heads in (2, 1, 1))
+    positions = torch.arange(4).expand(2, -1)
+    out = CachedAttention(2, 9).at(positions).attend(0, query, key, value)
+    changed = key.clone()
+    changed[3] += 1.0  # row 0, position 3: a filler for a row of three tokens
+    again = CachedAttention(2, 9).at(positions).attend(0, query, changed, value)
+    assert torch.equal(out.view(2, 4, 2, 8)[0, :3], again.view(2, 4, 2, 8)[0, :3])
+
+
+def test_cells_speak_of_things_and_places(tokens: PromptTokens) -> None:
+    scene = next(s for s in (sample_scene(3, i) for i in range(99)) if s.things[0].kind is Kind.STICKER)
+    labels = patch_labels(scene, render(scene), shape.TILE_SIDE, shape.PATCH_SIZE)
+    words = cell_words(tokens, {name: array[None] for name, array in labels.items()}, scale_factor=2)
+    assert words.shape == (1, 64, 4)
+    spoken = {tokens.decode([token]) for token in set(words[0, :, 0].tolist()) - {NO_WORD}}
+    assert scene.things[0].name in spoken and "background" in spoken
+
+
+def test_checkpoint_loads_in_transformers(tokens: PromptTokens, tmp_path: Path) -> None:
+    """The folder is an ordinary Idefics3 checkpoint: processor and network of transformers give our logits."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = new_pocket(tokens.tokenizer, seed=2).eval()
+    write_pocket(model, tokens.tokenizer, tmp_path, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(tmp_path)
+    theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    picture = render(sample_scene(3, 1)).picture
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What do you see?"}]}]
+    inputs = processor(
+        text=processor.apply_chat_template(messages, add_generation_prompt=True), images=[picture], return_tensors="pt"
+    )
+    assert inputs["input_ids"][0].tolist() == tokens.opening() + tokens.question("What do you see?")
+    with torch.no_grad():
+        expected = theirs(**inputs).logits[0]
+        visual = model.encode(inputs["pixel_values"][0].float())
+        ids = inputs["input_ids"]
+        embedded = model.decoder.embed(ids)
+        embedded[ids == model.config.image_token_id] = visual.flatten(0, 1)
+        attention = PackedAttention(torch.zeros_like(ids), torch.float32)
+        hidden = model.decoder.run(embedded[0], torch.arange(ids.shape[1]), attention)
+        ours = model.decoder.logits(hidden)
+    assert (ours - expected).abs().max() < 1e-4
+
+
+def test_make_writes_pictures_and_truth(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["make", "--seed", "3", "--count", "4", "-o", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
+    assert len(rows) == 4
+    for index, row in enumerate(rows):
+        picture = Image.open(tmp_path / row["file"])
+        assert picture.size == (row["width"], row["height"])
+        assert {thing["name"] for thing in row["things"]} == set(sample_scene(3, index).counts)
+        assert {"what", "colour", "exists", "count", "caption"} <= {question["kind"] for question in row["questions"]}
