@@ -73,7 +73,10 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """checkpoint_of(shape, seed=0, ...) -> folder of a random checkpoint, made once a session; tiny by default. Do not write to it."""
+    """checkpoint_of(shape, seed=0, ...) -> folder of a random checkpoint, tiny by default.
+
+    Made once a session: do not write to it.
+    """
     made: dict[str, Path] = {}
 
     def make(shape: Any = None, **options: Any) -> Path:

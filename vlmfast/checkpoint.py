@@ -76,13 +76,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     raw = _read_json(folder, "config.json")
     model_type = str(raw.get("model_type", "none given"))
-    family(model_type)
+    network = family(model_type)
     config = ModelConfig.from_hf(_with_defaults(folder, raw))
+    preprocess = PreprocessConfig.from_hf(_preprocessor(folder))
     tokenizer = _tokenizer(folder)
+    _check_parts_agree(folder, config, preprocess, tokenizer, network.image_token)
     return Checkpoint(
         folder=folder,
         config=config,
-        preprocess=PreprocessConfig.from_hf(_preprocessor(folder)),
+        preprocess=preprocess,
         tokenizer=tokenizer,
         chat_template=_chat_template(folder, tokenizer),
         eos_token_ids=_eos_token_ids(folder, raw, tokenizer),
@@ -142,8 +144,24 @@ def _with_defaults(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
     try:
         return dict(AutoConfig.from_pretrained(folder).to_dict())
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except Exception as error:  # its validation raises errors of its own, which differ between versions
         raise ConfigError(f"{folder / 'config.json'} (model_type '{raw.get('model_type')}'): {error}") from error
+
+
+def _check_parts_agree(
+    folder: Path, config: ModelConfig, preprocess: PreprocessConfig, tokenizer: Any, image_token: str
+) -> None:
+    """Raises ConfigError where files of different checkpoints lie in one folder."""
+    if preprocess.tile_size != config.vision.image_size:
+        raise ConfigError(
+            f"{folder}: the preprocessor cuts tiles of {preprocess.tile_size} pixels, the vision tower takes "
+            f"{config.vision.image_size}"
+        )
+    token_id = tokenizer.get_added_vocab().get(image_token)
+    if token_id != config.image_token_id:
+        raise ConfigError(
+            f"{folder}: image_token_id is {config.image_token_id}, the tokenizer's '{image_token}' is {token_id}"
+        )
 
 
 def _preprocessor(folder: Path) -> dict[str, Any]:

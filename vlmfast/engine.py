@@ -151,7 +151,8 @@ class Engine:
             facts = self._runner.run(plan)
         except Exception as error:
             # The boundary of a batch: those in it hear of it through their stream, the engine goes on.
-            self._fail(plan, error)
+            for scheduled in plan.scheduled:
+                self._fail(self._jobs[scheduled.sequence.seq_id], error)
             return
         self._apply(plan, facts)
 
@@ -164,6 +165,10 @@ class Engine:
         now = time.perf_counter()
         for scheduled in plan.scheduled:
             job = self._jobs[scheduled.sequence.seq_id]
+            error = facts.failed.get(scheduled.sequence.seq_id)
+            if error is not None:
+                self._fail(job, error)
+                continue
             job.encode_ms += facts.encode_ms.get(scheduled.sequence.seq_id, 0.0)
             if scheduled.phase is Phase.PREFILL:
                 job.prefill_ms += facts.forward_ms
@@ -219,10 +224,10 @@ class Engine:
         )
         job.ready.append(Chunk(text=rest, answer=answer))
 
-    def _fail(self, plan: StepPlan, error: Exception) -> None:
-        for scheduled in plan.scheduled:
-            self._jobs[scheduled.sequence.seq_id].error = error
-            self._retire(scheduled.sequence)
+    def _fail(self, job: _Job, error: Exception) -> None:
+        """Ends a request; its stream raises the error."""
+        job.error = error
+        self._retire(job.sequence)
 
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)

@@ -27,6 +27,8 @@ class StepFacts:
     """seq_id -> the token chosen, for slices that sample."""
     encode_ms: dict[int, float]
     """seq_id -> time in preprocessing and the vision tower."""
+    failed: dict[int, Exception]
+    """seq_id -> what went wrong with its pictures; it took no part in the decoder pass."""
     forward_ms: float
     """Decoder pass and sampling."""
 
@@ -76,18 +78,44 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepFacts:
-        """Encodes the pictures that the step needs, then one decoder pass over all scheduled tokens."""
+        """Encodes the pictures that the step needs, then one decoder pass over all scheduled tokens.
+
+        A sequence whose pictures fail is left out. If the pass itself fails or is interrupted, it has not happened:
+        every page is as before, and the same plan may be run again.
+        """
         for scheduled in plan.scheduled:
             if scheduled.sequence.seq_id not in self._states:
                 self._states[scheduled.sequence.seq_id] = self._begin(scheduled.sequence)
-        encode_ms = {sequence.seq_id: self._encode(sequence) for sequence in plan.encode}
+        encode_ms: dict[int, float] = {}
+        failed: dict[int, Exception] = {}
+        for sequence in plan.encode:
+            try:
+                encode_ms[sequence.seq_id] = self._encode(sequence)
+            except Exception as error:  # the boundary of one request: the others of the step are not harmed
+                failed[sequence.seq_id] = error
         started = time.perf_counter()
-        logits = self._forward(self._batch(plan.scheduled))
-        sampling = [scheduled.sequence.seq_id for scheduled in plan.scheduled if scheduled.samples]
-        tokens = {
-            seq_id: self._states[seq_id].sampler.choose(row) for seq_id, row in zip(sampling, logits, strict=True)
-        }
-        return StepFacts(tokens=tokens, encode_ms=encode_ms, forward_ms=(time.perf_counter() - started) * 1e3)
+        tokens = self._decode(tuple(item for item in plan.scheduled if item.sequence.seq_id not in failed))
+        forward_ms = (time.perf_counter() - started) * 1e3
+        return StepFacts(tokens=tokens, encode_ms=encode_ms, failed=failed, forward_ms=forward_ms)
+
+    def _decode(self, scheduled: tuple[ScheduledSequence, ...]) -> dict[int, int]:
+        """Runs the decoder over the scheduled tokens; seq_id -> token for those that sample."""
+        if not scheduled:
+            return {}
+        try:
+            logits = self._forward(self._batch(scheduled))
+            sampling = [item.sequence.seq_id for item in scheduled if item.samples]
+            tokens = {
+                seq_id: self._states[seq_id].sampler.choose(row) for seq_id, row in zip(sampling, logits, strict=True)
+            }
+        except BaseException:  # Ctrl-C, too, after which the other requests of the step go on
+            for item in scheduled:
+                self._states[item.sequence.seq_id].kv.truncate(item.start)
+            raise
+        for item in scheduled:
+            if item.end >= item.sequence.num_prompt_tokens:
+                self._states[item.sequence.seq_id].visual_tokens = None
+        return tokens
 
     def release(self, seq_id: int) -> None:
         """Drops what is kept of a sequence; its page is overwritten by the next holder."""
@@ -156,8 +184,6 @@ class Runner:
         if first < last:
             rows = torch.tensor(state.visual_positions[first:last], device=self._device) + (row - item.start)
             embeddings[rows] = state.visual_tokens[first:last]
-        if item.end >= item.sequence.num_prompt_tokens:
-            state.visual_tokens = None
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         decoder = self._model.decoder

@@ -145,7 +145,9 @@ def test_threads_equal_alone(load_vlm: Callable[..., Any], device: str, expected
     check_idle(loaded)
 
 
-def test_the_oracle_sees_the_picture(load_vlm: Callable[..., Any], device: str, expected: list[tuple[int, ...]]) -> None:
+def test_the_oracle_sees_the_picture(
+    load_vlm: Callable[..., Any], device: str, expected: list[tuple[int, ...]]
+) -> None:
     """Negative control: another picture, the pictures in another order, or another question change the answer."""
     loaded = load_vlm(device=device)
     images, question = QUESTIONS[3]

@@ -12,7 +12,8 @@ from vlmfast.text import TextStream
 
 _REPLACEMENT = "\ufffd"
 _TEXTS = [
-    "The quick brown fox", "🎉", "👩‍👩‍👧‍👦 family", "한국어 문장입니다", "naïve café", "日本語🎌テスト", "a\u0301 e\u0308",
+    "The quick brown fox", "🎉", "👩‍👩‍👧‍👦 family", "한국어 문장입니다", "naïve café", "日本語🎌テスト",
+    "a\u0301 e\u0308",
     " leading and trailing ", "line\nbreak\ttab", "mixed 🙂 한 é x", "\u200d", "🇰🇷🇩🇪", "",
 ]  # fmt: skip
 

@@ -43,8 +43,9 @@ def _to(arguments: tuple[Any, ...], *, device: str, dtype: torch.dtype | None = 
 
 def _check(op: Op[Any], function: Callable[..., torch.Tensor], dtype: torch.dtype, device: str) -> None:
     generator = torch.Generator().manual_seed(11)
-    count = 0
-    for count, inputs in enumerate(op.make_inputs(dtype, generator), 1):
+    cases = list(op.make_inputs(dtype, generator))
+    assert len(cases) >= 3, "an operation brings at least three inputs"
+    for inputs in cases:
         arguments = _to(inputs, device=device)
         kept = [argument.clone() for argument in arguments if isinstance(argument, torch.Tensor)]
         exact = op.reference(*_to(arguments, device=device, dtype=torch.float32))
@@ -58,7 +59,6 @@ def _check(op: Op[Any], function: Callable[..., torch.Tensor], dtype: torch.dtyp
         assert lost <= allowed, f"{op.name} {shapes}: lost {lost:.2e}, allowed {allowed:.2e}"
         after = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         assert all(torch.equal(one, two) for one, two in zip(kept, after, strict=True)), "an input was written to"
-    assert count >= 3, "an operation brings at least three inputs"
 
 
 @pytest.mark.parametrize("device", _DEVICES)

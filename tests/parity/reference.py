@@ -35,9 +35,7 @@ class Reference:
         content = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
         text = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         pictures = [Image.fromarray(image) for image in images] or None
-        return dict(
-            self.processor(text=text, images=pictures, return_tensors="pt", add_special_tokens=False)
-        )
+        return dict(self.processor(text=text, images=pictures, return_tensors="pt", add_special_tokens=False))
 
     @torch.inference_mode()
     def features(self, inputs: dict[str, Tensor]) -> Tensor:

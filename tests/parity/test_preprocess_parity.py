@@ -116,13 +116,26 @@ def _their_grid(width: int, height: int, longest: int, tile: int) -> tuple[int, 
     return len(frames), rows, cols
 
 
-_EDGES = [(2048, 512), (1536, 512), (1456, 364), (64, 32), (90, 32), (1000, 384), (364, 364), (5000, 512)]
+_EDGES = [
+    (2048, 512),
+    (1536, 512),
+    (1456, 364),
+    (64, 32),
+    (90, 32),
+    (1000, 384),
+    (364, 364),
+    (5000, 512),
+    (91, 32),
+    (511, 512),
+]
 
 
 def _many_sizes() -> list[tuple[int, int]]:
     generator = np.random.default_rng(7)
     random = np.exp(generator.uniform(0, np.log(5000), (300, 2))).astype(int)
-    edges = [(side + dx, side + dy) for side in (32, 64, 364, 512, 2048, 4096) for dx in (-1, 0, 1) for dy in (-1, 0, 1)]
+    edges = [
+        (side + dx, side + dy) for side in (32, 64, 364, 512, 2048, 4096) for dx in (-1, 0, 1) for dy in (-1, 0, 1)
+    ]
     return [*SIZES, *edges, *((int(width), int(height)) for width, height in random)]
 
 

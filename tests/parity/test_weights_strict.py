@@ -73,9 +73,7 @@ def test_long_lists_are_cut(folder: Path, load_vlm: Callable[..., Any]) -> None:
     ],
     ids=str,
 )
-def test_wrong_shapes_are_named(
-    folder: Path, load_vlm: Callable[..., Any], name: str, shape: tuple[int, ...]
-) -> None:
+def test_wrong_shapes_are_named(folder: Path, load_vlm: Callable[..., Any], name: str, shape: tuple[int, ...]) -> None:
     """Guards tensors of the right size in another layout (a channels-last convolution), and scalars."""
     _edit(folder, lambda tensors: tensors.update({name: torch.zeros(shape)}))
     with pytest.raises(WeightsError) as raised:

@@ -48,13 +48,7 @@ def pocket(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(threads)
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    recipe = replace(FIRST_POCKET, seed=seed)
-    if scale != 1.0:
-        stages = {
-            name: replace(schedule, num_steps=max(1, round(schedule.num_steps * scale)))
-            for name, schedule in (("dense", recipe.dense), ("language", recipe.language), ("joint", recipe.joint))
-        }
-        recipe = replace(recipe, **stages)
+    recipe = replace(FIRST_POCKET, seed=seed).scaled(scale)
     place = Workplace(folder=work, device=torch.device(chosen), num_workers=threads, resume=resume)
     tally = train_pocket(recipe, place, out)
     write(f"{tally}\n{out}\n")

@@ -27,12 +27,13 @@ def cell_words(
     """Target token ids [N, cells, 4] (thing; colour or sign text; vertical; horizontal place), NO_WORD where none."""
     things, colours, texts = (_cells(labels[name], scale_factor) for name in ("thing", "colour", "word"))
     shown = (things > 0) & (things < IGNORED)  # [N, rows, columns, patches of the cell]
-    patch = np.where(shown.any(-1), shown.argmax(-1), (things == 0).argmax(-1))[..., None]
+    covered = np.any(shown, axis=-1)
+    patch = np.where(covered, shown.argmax(-1), (things == 0).argmax(-1))[..., None]
     thing, colour, text = (np.take_along_axis(x, patch, axis=-1)[..., 0] for x in (things, colours, texts))
     words = np.full((*thing.shape, 4), NO_WORD, dtype=np.int16)
     words[..., 0] = _table(tokens, ("background", *sticker_names(), *SHAPES, SIGN))[thing]
     words[..., 1] = np.where(colour < IGNORED, _table(tokens, COLOURS)[colour], _table(tokens, SIGN_WORDS)[text])
-    words[..., 2:] = np.where(shown.any(-1)[..., None], _place_words(tokens, *thing.shape[1:]), NO_WORD)
+    words[..., 2:] = np.where(covered[..., None], _place_words(tokens, *thing.shape[1:]), NO_WORD)
     return words.reshape(len(words), -1, 4)
 
 

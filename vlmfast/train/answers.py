@@ -19,7 +19,8 @@ _SYNONYMS = (
     (r"\bupper\b", "top"),
     (r"\blower\b", "bottom"),
     (r"\b(?:centre|center)\b", "middle"),
-    (r"\b(top|bottom)[- ](?:(left|right)|middle)\b", r"\1 \2"),
+    (r"\b(top|bottom)[- ](left|right)\b", r"\1 \2"),
+    (r"\b(top|bottom)[- ]middle\b", r"\1"),
     (r"\bmiddle[- ](left|right)\b", r"\1"),
 )
 _SIGN_TEXT = re.compile(r"\b(?:says?|reads?)\s+[\"'“]?([A-Za-z0-9]+)[\"'”]?")
@@ -112,7 +113,7 @@ _CHECKS: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
 def _normalised(text: str) -> str:
     text = text.lower()
     for pattern, word in _SYNONYMS:
-        text = re.sub(pattern, lambda match, word=word: match.expand(word).strip(), text)
+        text = re.sub(pattern, word, text)
     return text
 
 

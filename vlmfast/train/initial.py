@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vlmfast_models.vit import VisionTransformer
+from vlmfast_models.vit import VisionBlock, VisionTransformer
 
 _POSITION_SCALE = 0.5
 _LONGEST_WAVE = 30.0
@@ -33,7 +33,9 @@ def initialize_vision(vision: VisionTransformer, *, seed: int) -> None:
         side, width = vision.config.patches_per_side, vision.config.hidden_size
         vision.position_embed.weight.copy_(_POSITION_SCALE * sine_positions(side, width))
         for layer in vision.layers:
-            _tie_query_to_key(layer.qkv, width, generator)
+            assert isinstance(layer, VisionBlock)
+            query = torch.randn((width, width), generator=generator) * _QUERY_STD
+            layer.qkv.weight[: 2 * width] = query.repeat(2, 1)
 
 
 def sine_positions(side: int, width: int) -> Tensor:
@@ -43,11 +45,3 @@ def sine_positions(side: int, width: int) -> Tensor:
     waves = torch.cat((angles.sin(), angles.cos()), dim=-1)  # [side, width / 2]
     rows, columns = waves[:, None].expand(-1, side, -1), waves[None].expand(side, -1, -1)
     return torch.cat((rows, columns), dim=-1).flatten(0, 1)
-
-
-def _tie_query_to_key(qkv: nn.Module, width: int, generator: torch.Generator) -> None:
-    weight = qkv.weight
-    assert isinstance(weight, Tensor)
-    query = torch.randn((width, width), generator=generator) * _QUERY_STD
-    weight[:width] = query
-    weight[width : 2 * width] = query

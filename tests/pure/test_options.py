@@ -1,0 +1,85 @@
+"""Options check themselves: every range, both ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from vlmfast.errors import OptionError
+from vlmfast.options import Batching, Limits, Sampling
+
+_NAN, _INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_new_tokens", [1, 10**9]),
+        ("temperature", [0.0, 1e-9, 100.0]),
+        ("top_p", [1e-9, 0.5, 1.0]),
+        ("top_k", [0, 1, 10**9]),
+        ("repetition_penalty", [1e-3, 1.0, 50.0]),
+        ("seed", [None, 0, 2**63 - 1]),
+        ("stop", [(), ("a",), ("a", "b")]),
+    ],
+)
+def test_values_in_range_are_taken(name: str, values: list[Any]) -> None:
+    """Guards the ends of each range that belong to it."""
+    for value in values:
+        assert getattr(Sampling(**{name: value}), name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_new_tokens", [0, -1]),
+        ("temperature", [-0.1, _NAN, _INF]),
+        ("top_p", [0.0, -1.0, 1.01, _NAN]),
+        ("top_k", [-1]),
+        ("repetition_penalty", [0.0, -1.0, _NAN, _INF]),
+        ("seed", [-1, 2**63]),
+        ("stop", ["", ("a", "")]),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, values: list[Any]) -> None:
+    """Guards case 46 (out of range is an error, not silently off): the message names the option and the value."""
+    for value in values:
+        with pytest.raises(OptionError, match=name):
+            Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("options", [Limits, Batching])
+def test_limits_are_at_least_one(options: Any) -> None:
+    """Guards every limit of `Limits` and `Batching`, also those added later."""
+    fields = dataclasses.fields(options)
+    assert fields
+    for field in fields:
+        assert getattr(options(**{field.name: 1}), field.name) == 1
+        for value in (0, -3):
+            with pytest.raises(OptionError, match=rf"{field.name} must be at least 1, got {value}"):
+                options(**{field.name: value})
+
+
+def test_one_stop_text_may_stand_alone() -> None:
+    """Guards `stop="x"`: a string is one stop text, not its letters."""
+    assert Sampling(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [Sampling(), Limits(), Batching()])
+def test_options_are_frozen(options: Any) -> None:
+    """Guards values shared between requests: they can not be changed, and unknown names are refused."""
+    name = dataclasses.fields(options)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(options, name, 5)
+    with pytest.raises(TypeError):
+        type(options)(no_such_option=1)
+
+
+def test_defaults_are_greedy_and_unlimited() -> None:
+    """Guards invariant 2 (lossy is asked for): nothing but the length limit is on by default."""
+    assert Sampling() == Sampling(
+        max_new_tokens=256, temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, stop=(), seed=None
+    )
