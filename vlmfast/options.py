@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from vlmfast.errors import OptionError
 
@@ -10,6 +12,11 @@ from vlmfast.errors import OptionError
 def _require(holds: bool, name: str, value: object, rule: str) -> None:
     if not holds:
         raise OptionError(f"{name} must be {rule}, got {value!r}")
+
+
+def _require_kind(kind: type, name: str, value: object, rule: str) -> None:
+    """A value of another type would fail in the middle of a step, where others are computed beside it."""
+    _require(isinstance(value, kind) and not isinstance(value, bool), name, value, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,12 @@ class Sampling:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         else:
+            _require_kind(Iterable, "stop", self.stop, "a text or several")
             object.__setattr__(self, "stop", tuple(self.stop))
+        for name in ("max_new_tokens", "top_k", *(("seed",) if self.seed is not None else ())):
+            _require_kind(Integral, name, getattr(self, name), "a whole number")
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            _require_kind(Real, name, getattr(self, name), "a number")
         _require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "at least 1")
         _require(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or a positive number")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
@@ -47,7 +59,9 @@ class Sampling:
         _require(
             0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", self.repetition_penalty, "positive"
         )
-        _require(all(self.stop), "stop", self.stop, "texts that are not empty")
+        _require(
+            all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "texts that are not empty"
+        )
         _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
 
 
@@ -68,6 +82,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in ("max_image_pixels", "max_image_bytes", "max_images"):
+            _require_kind(Integral, name, getattr(self, name), "a whole number")
             _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
 
 
@@ -88,4 +103,5 @@ class Batching:
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_step_tokens", "max_encode_tiles"):
+            _require_kind(Integral, name, getattr(self, name), "a whole number")
             _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")

@@ -92,10 +92,11 @@ def test_a_picture_that_breaks_the_tower_fails_alone(
     next(running)
     bad = loaded.stream(noise(47, 30), _QUESTION, sampling=_GREEDY)
     new = loaded.stream(good[1], _QUESTION, sampling=_GREEDY)
+    assert list(running)[-1].answer.token_ids == expected[0]
+    assert loaded._engine._runner.num_states == 1, "the failed request is gone before its caller asks"
+    assert list(new)[-1].answer.token_ids == expected[1]
     with pytest.raises(RuntimeError, match="the tower broke"):
         next(bad)
-    assert list(running)[-1].answer.token_ids == expected[0]
-    assert list(new)[-1].answer.token_ids == expected[1]
     assert list(bad) == []
     check_idle(loaded)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from oracle import noise
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
@@ -47,6 +49,37 @@ def test_distribution_matches(temperature: float, top_k: int, top_p: float, pena
         theirs = _theirs(logits, seen, options)
         assert torch.equal(ours > 0, theirs > 0)
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.4},
+        {"temperature": 1.8, "top_k": 300, "top_p": 0.5, "repetition_penalty": 1.0},
+        {"temperature": 1.0, "top_k": 3, "top_p": 0.99, "repetition_penalty": 0.8},
+    ],
+    ids=str,
+)
+def test_generate_applies_them_in_the_same_order(plain_twin: Any, options: dict[str, Any]) -> None:
+    """Guards the order itself: the scores that transformers' own `generate` draws from, and our engine's sampler."""
+    inputs = plain_twin.theirs.inputs([noise(40, 30)], "What is in the picture?")
+    out = plain_twin.theirs.model.generate(
+        **inputs,
+        **options,
+        do_sample=True,
+        max_new_tokens=1,
+        pad_token_id=0,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    ids = inputs["input_ids"][0]
+    seen = torch.zeros(out.logits[0].shape[-1], dtype=torch.bool)
+    seen[ids] = True
+    ours = probabilities(penalise(out.logits[0][0], seen, options["repetition_penalty"]), Sampling(**options))
+    theirs = out.scores[0][0].softmax(-1)
+    assert 1 < int((theirs > 0).sum()) < len(theirs)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 def test_order_matters() -> None:

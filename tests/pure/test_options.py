@@ -50,6 +50,27 @@ def test_values_out_of_range_are_named(name: str, values: list[Any]) -> None:
             Sampling(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("max_new_tokens", ["5", 2.5, None, True]),
+        ("temperature", ["hot", None, True, 1j]),
+        ("top_p", ["all", None]),
+        ("top_k", [2.5, "5", None]),
+        ("repetition_penalty", [None, "1"]),
+        ("seed", [1.5, "1", True]),
+        ("stop", [None, 5, (1,), ("a", None), [b"a"]]),
+    ],
+)
+def test_values_of_a_wrong_type_are_named(name: str, values: list[Any]) -> None:
+    """Guards the batch: a seed of 1.5 would fail inside a step, and take down the requests computed beside it."""
+    for value in values:
+        with pytest.raises(OptionError, match=name):
+            Sampling(**{name: value})
+    with pytest.raises(OptionError, match="max_sequences must be a whole number"):
+        Batching(max_sequences=1.5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("options", [Limits, Batching])
 def test_limits_are_at_least_one(options: Any) -> None:
     """Guards every limit of `Limits` and `Batching`, also those added later."""

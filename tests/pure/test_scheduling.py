@@ -178,7 +178,9 @@ def test_everybody_finishes(max_step_tokens: int) -> None:
         scheduler.add(sequence)
     total = sum(one.num_prompt_tokens + 3 for one in sequences)
     for _ in range(total):
-        for item in scheduler.schedule().scheduled:
+        plan = scheduler.schedule()
+        assert sum(item.end - item.start for item in plan.scheduled) <= max_step_tokens
+        for item in plan.scheduled:
             scheduler.advance(item, 9 if item.samples else None)
             if len(item.sequence.output_ids) == 4:
                 scheduler.finish(item.sequence)
