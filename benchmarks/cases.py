@@ -12,6 +12,7 @@ from PIL import Image
 from side_by_side import Comparison, Options, alternate, report
 
 from vlmfast.checkpoint import bundled_model
+from vlmfast.errors import ModelNotFoundError
 
 _VERIFY_PICTURE = 1_000_000
 """Index of the picture of the checks; timed pictures have lower ones."""
@@ -122,6 +123,6 @@ def _folder(case: Case, options: Options) -> Path | None:
         return variant(smolvlm_checkpoint(options.cache), options.cache / f"smolvlm-256m-{edge}", longest_edge=edge)
     try:
         folder = options.pocket or bundled_model()
-    except ModuleNotFoundError:
+    except ModelNotFoundError:
         return None
     return variant(folder, options.cache / "pocket") if (folder / "config.json").is_file() else None

@@ -87,7 +87,7 @@ def parse_options(description: str, arguments: Sequence[str] | None = None) -> O
     parser.add_argument(
         "--wait-policy",
         choices=("active", "passive"),
-        help=f"sets {WAIT_POLICY}, both sides (default: as the environment has it, else passive)",
+        help=f"sets {WAIT_POLICY}, both sides (default: as the environment has it)",
     )
     root = Path(__file__).resolve().parents[1]
     parser.add_argument(
@@ -101,7 +101,6 @@ def prepare(options: Options) -> None:
     """Sets up the process: OpenMP's wait policy first, then torch's threads. Call before anything imports torch."""
     if options.wait_policy is not None:
         os.environ[WAIT_POLICY] = options.wait_policy.upper()
-    os.environ.setdefault(WAIT_POLICY, "PASSIVE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     import torch
     from transformers.utils import logging

@@ -116,7 +116,7 @@ class PromptBuilder:
                 "role": message.role,
                 "content": [
                     *({"type": "image"} for _ in message.images),
-                    *([{"type": "text", "text": guarded(message.text)}] if message.text else []),
+                    *([{"type": "text", "text": guarded(message.text)}] if message.text or not message.images else []),
                 ],
             }
             for message in messages

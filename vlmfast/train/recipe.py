@@ -60,7 +60,7 @@ class Recipe:
 FIRST_POCKET = Recipe(
     dense=Schedule(num_steps=2150, batch_size=16, learning_rate=1e-3),
     language=Schedule(num_steps=1200, batch_size=8, learning_rate=8e-4),
-    joint=Schedule(num_steps=1200, batch_size=8, learning_rate=5e-4),
+    joint=Schedule(num_steps=3400, batch_size=8, learning_rate=5e-4),
 )
 
 
