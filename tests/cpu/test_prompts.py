@@ -177,3 +177,20 @@ def test_odd_sizes_are_answered(idle_engine: Any, size: tuple[int, int]) -> None
     """Guards case 25 (vllm 21109, ollama 11297): tiny and long pictures are answered."""
     answer = idle_engine.describe(noise(*size), "What?", sampling=Sampling(max_new_tokens=2))
     assert answer.usage.visual_tokens > 0 and len(answer.token_ids) <= 2
+
+
+def test_an_empty_answer_in_the_history(vlm: Any) -> None:
+    """Guards chats in which the model said nothing: SmolVLM's template looks at the first part of every turn."""
+    template = (
+        "{% for message in messages %}{{ message['role'] }}"
+        "{{ ':' if message['content'][0].type == 'image' else ': ' }}"
+        "{% for part in message['content'] %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}\n"
+        "{% endfor %}"
+    )
+    turns = [
+        Message(role="user", text="hi"),
+        Message(role="assistant", text=""),
+        Message(role="user", text="and?"),
+    ]
+    prompt = _builder(vlm, template).build(turns, [])
+    assert vlm.checkpoint.tokenizer.decode(prompt.ids) == "user: hi\nassistant: \nuser: and?\n"

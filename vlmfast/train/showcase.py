@@ -1,7 +1,8 @@
 """Makes `assets/scenes`: a dozen held-out scenes with their truths, and what the pocket answers about them.
 
 The scenes are the first of their seed (one of each pair of twins), chosen before any model saw them; right and wrong
-answers of the pocket are both written down. One more scene, the seed's first with a dog and nothing else, is the README's picture.
+answers of the pocket are both written down. One more scene, the seed's first with a dog and nothing else, is the
+README's picture.
 Run: `python -m vlmfast.train.showcase assets/scenes [CHECKPOINT]`.
 """
 
