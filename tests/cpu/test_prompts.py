@@ -184,7 +184,7 @@ def test_an_empty_answer_in_the_history(vlm: Any) -> None:
     template = (
         "{% for message in messages %}{{ message['role'] }}"
         "{{ ':' if message['content'][0].type == 'image' else ': ' }}"
-        "{% for part in message['content'] %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}\n"
+        "{% for part in message['content'] %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{{ '|' }}"
         "{% endfor %}"
     )
     turns = [
@@ -193,4 +193,4 @@ def test_an_empty_answer_in_the_history(vlm: Any) -> None:
         Message(role="user", text="and?"),
     ]
     prompt = _builder(vlm, template).build(turns, [])
-    assert vlm.checkpoint.tokenizer.decode(prompt.ids) == "user: hi\nassistant: \nuser: and?\n"
+    assert vlm.checkpoint.tokenizer.decode(prompt.ids) == "user: hi|assistant: |user: and?|"
