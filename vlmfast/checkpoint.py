@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.resources
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +56,14 @@ def resolve_folder(name_or_path: str | os.PathLike[str] | None, *, revision: str
     """
     if name_or_path is None:
         return bundled_model()
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
     name = os.fspath(name_or_path)
-    looks_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
+    try:
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            return path
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ModelNotFoundError(f"model '{name[:80]}': not a usable path ({error})") from error
+    looks_local = not name or path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1
     if looks_local:
         raise ModelNotFoundError(
             f"model '{name}': no such folder; give a checkpoint folder or a hub name like "
@@ -77,8 +82,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     raw = _read_json(folder, "config.json")
     model_type = str(raw.get("model_type", "none given"))
     network = family(model_type)
-    config = ModelConfig.from_hf(_with_defaults(folder, raw))
-    preprocess = PreprocessConfig.from_hf(_preprocessor(folder))
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{folder}: quantized checkpoints are not supported; use the original weights")
+    with _values_checked(folder / "config.json"):
+        config = ModelConfig.from_hf(_with_defaults(folder, raw))
+    with _values_checked(folder / "preprocessor_config.json"):
+        preprocess = PreprocessConfig.from_hf(_preprocessor(folder))
     tokenizer = _tokenizer(folder)
     _check_parts_agree(folder, config, preprocess, tokenizer, network.image_token)
     return Checkpoint(
@@ -131,8 +140,10 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
         raise ConfigError(f"{folder} has no {name}; it is not a Hugging Face checkpoint folder")
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file} can not be read: {error.strerror}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file} must hold a JSON object")
     return value
@@ -143,7 +154,7 @@ def _with_defaults(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        return dict(AutoConfig.from_pretrained(folder).to_dict())
+        return dict(AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict())
     except Exception as error:  # its validation raises errors of its own, which differ between versions
         raise ConfigError(f"{folder / 'config.json'} (model_type '{raw.get('model_type')}'): {error}") from error
 
@@ -162,6 +173,20 @@ def _check_parts_agree(
         raise ConfigError(
             f"{folder}: image_token_id is {config.image_token_id}, the tokenizer's '{image_token}' is {token_id}"
         )
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= config.text.vocab_size:
+        raise ConfigError(
+            f"{folder}: the tokenizer has token {largest}, the model a vocabulary of {config.text.vocab_size}"
+        )
+
+
+@contextmanager
+def _values_checked(file: Path) -> Iterator[None]:
+    """Turns what a value of a wrong type or size raises while it is read into a ConfigError that names the file."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError, ArithmeticError) as error:
+        raise ConfigError(f"{file}: a value is of the wrong type or out of range ({error})") from error
 
 
 def _preprocessor(folder: Path) -> dict[str, Any]:
@@ -177,7 +202,7 @@ def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
         raise ConfigError(f"{folder}: the tokenizer can not be loaded: {error}") from error
 
@@ -199,10 +224,13 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any], tokenizer: Any) -> frozens
     candidates = [
         _read_json(folder, generation.name).get("eos_token_id") if generation.is_file() else None,
         raw.get("eos_token_id"),
-        raw.get("text_config", {}).get("eos_token_id"),
+        (raw.get("text_config") or {}).get("eos_token_id"),
         tokenizer.eos_token_id,
     ]
     for value in candidates:
         if value is not None:
-            return frozenset(value if isinstance(value, list) else [value])
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(token, int) for token in ids):
+                raise ConfigError(f"{folder}: eos_token_id must be a token id or a list of them, got {value!r}")
+            return frozenset(ids)
     return frozenset()

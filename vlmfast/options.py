@@ -19,6 +19,16 @@ def _require_kind(kind: type, name: str, value: object, rule: str) -> None:
     _require(isinstance(value, kind) and not isinstance(value, bool), name, value, rule)
 
 
+_SAMPLING_KINDS: dict[str, type] = {
+    "max_new_tokens": int,
+    "top_k": int,
+    "seed": int,
+    "temperature": float,
+    "top_p": float,
+    "repetition_penalty": float,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How the next token is chosen and when to stop.
@@ -56,13 +66,15 @@ class Sampling:
         _require(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or a positive number")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(
-            0.0 < self.repetition_penalty < float("inf"), "repetition_penalty", self.repetition_penalty, "positive"
-        )
+        penalty = self.repetition_penalty
+        _require(1e-3 <= penalty <= 1e3, "repetition_penalty", penalty, "between 0.001 and 1000")
         _require(
             all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "texts that are not empty"
         )
         _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        for name, kind in _SAMPLING_KINDS.items():  # numpy's numbers and fractions are numbers, torch wants Python's
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, kind(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,8 +106,6 @@ class PromptBuilder:
         raise InputError("the text uses every private-use character from U+E000 to U+E0FF; remove one of them")
 
     def _render(self, messages: SequenceOf[Message], guard: str) -> str:
-        from jinja2.exceptions import TemplateError
-
         def guarded(text: str) -> str:
             return self._added_pattern.sub(lambda match: match[0][0] + guard + match[0][1:], text)
 
@@ -127,7 +125,7 @@ class PromptBuilder:
                     conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
                 )
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program, and may raise anything
             raise InputError(f"the checkpoint's chat template refuses this conversation: {error}") from error
 
     def _encode(self, text: str, guard: str) -> list[int]:

@@ -83,31 +83,38 @@ class Runner:
         A sequence whose pictures fail is left out. If the pass itself fails or is interrupted, it has not happened:
         every page is as before, and the same plan may be run again.
         """
+        encode_ms: dict[int, float] = {}
+        failed: dict[int, Exception] = {}
         for scheduled in plan.scheduled:
             if scheduled.sequence.seq_id not in self._states:
                 self._states[scheduled.sequence.seq_id] = self._begin(scheduled.sequence)
-        encode_ms: dict[int, float] = {}
-        failed: dict[int, Exception] = {}
+            # A step that was computed but never applied (Ctrl-C in between) is computed again from here.
+            self._states[scheduled.sequence.seq_id].kv.truncate(scheduled.start)
         for sequence in plan.encode:
             try:
                 encode_ms[sequence.seq_id] = self._encode(sequence)
             except Exception as error:  # the boundary of one request: the others of the step are not harmed
                 failed[sequence.seq_id] = error
         started = time.perf_counter()
-        tokens = self._decode(tuple(item for item in plan.scheduled if item.sequence.seq_id not in failed))
+        tokens, unsampled = self._decode(tuple(item for item in plan.scheduled if item.sequence.seq_id not in failed))
+        failed |= unsampled
         forward_ms = (time.perf_counter() - started) * 1e3
         return StepFacts(tokens=tokens, encode_ms=encode_ms, failed=failed, forward_ms=forward_ms)
 
-    def _decode(self, scheduled: tuple[ScheduledSequence, ...]) -> dict[int, int]:
-        """Runs the decoder over the scheduled tokens; seq_id -> token for those that sample."""
+    def _decode(self, scheduled: tuple[ScheduledSequence, ...]) -> tuple[dict[int, int], dict[int, Exception]]:
+        """Runs the decoder over the scheduled tokens: the chosen tokens by seq_id, and what kept one from a choice."""
+        tokens: dict[int, int] = {}
+        failed: dict[int, Exception] = {}
         if not scheduled:
-            return {}
+            return tokens, failed
         try:
             logits = self._forward(self._batch(scheduled))
             sampling = [item.sequence.seq_id for item in scheduled if item.samples]
-            tokens = {
-                seq_id: self._states[seq_id].sampler.choose(row) for seq_id, row in zip(sampling, logits, strict=True)
-            }
+            for seq_id, row in zip(sampling, logits, strict=True):
+                try:
+                    tokens[seq_id] = self._states[seq_id].sampler.choose(row)
+                except Exception as error:  # the boundary of one request
+                    failed[seq_id] = error
         except BaseException:  # Ctrl-C, too, after which the other requests of the step go on
             for item in scheduled:
                 self._states[item.sequence.seq_id].kv.truncate(item.start)
@@ -115,7 +122,7 @@ class Runner:
         for item in scheduled:
             if item.end >= item.sequence.num_prompt_tokens:
                 self._states[item.sequence.seq_id].visual_tokens = None
-        return tokens
+        return tokens, failed
 
     def release(self, seq_id: int) -> None:
         """Drops what is kept of a sequence; its page is overwritten by the next holder."""

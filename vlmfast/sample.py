@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from vlmfast.errors import ModelError
 from vlmfast.options import Sampling
+
+_MIN_TEMPERATURE = 1e-5
+"""Below it a draw is the likeliest token, and the division would leave the range of float32."""
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -22,15 +28,17 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     logits [V] are the model's, repetition penalty applied. Temperature 0 puts everything on the likeliest token (the
     first of equals).
     """
-    if sampling.temperature == 0.0:
+    if sampling.temperature < _MIN_TEMPERATURE:
         return torch.nn.functional.one_hot(_likeliest(logits), logits.shape[-1]).float()
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
+    scores = (scores - scores.max()) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         kept = scores.topk(sampling.top_k).indices
         scores = torch.full_like(scores, float("-inf")).index_copy(0, kept, scores[kept])
     if sampling.top_p < 1.0:
         ordered, order = scores.softmax(-1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p  # mass before the token already reaches top_p
+        beyond[0] = False
         scores = scores.index_fill(0, order[beyond], float("-inf"))
     return scores.softmax(-1)
 
@@ -58,11 +66,18 @@ class Sampler:
                 self._generator.manual_seed(sampling.seed)
 
     def choose(self, logits: Tensor) -> int:
-        """The next token for logits [V]; remembers it for the repetition penalty."""
+        """The next token for logits [V]; remembers it for the repetition penalty.
+
+        Raises:
+            ModelError: the largest score is no number.
+        """
         if self._seen is not None:
             logits = penalise(logits, self._seen, self._sampling.repetition_penalty)
+        likeliest = _likeliest(logits)
+        if not math.isfinite(logits[likeliest]):
+            raise ModelError("the model's scores are not numbers; its weights are damaged or its dtype overflows")
         if self._generator is None:
-            token_id = int(_likeliest(logits))
+            token_id = int(likeliest)
         else:
             distribution = probabilities(logits, self._sampling).cpu()
             token_id = int(torch.multinomial(distribution, 1, generator=self._generator))

@@ -87,9 +87,9 @@ class Scheduler:
     def advance(self, scheduled: ScheduledSequence, token_id: int | None) -> None:
         """Notes that a scheduled slice was computed and which token it chose, if it chose one."""
         sequence = scheduled.sequence
-        sequence.num_computed = scheduled.end
         if token_id is not None:
             sequence.output_ids.append(token_id)
+        sequence.num_computed = scheduled.end
 
     def finish(self, sequence: Sequence) -> int | None:
         """Ends a sequence, finished or not, and frees its page; returns the page id it held."""

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
+from PIL import Image
 
 from vlmfast.checkpoint import Checkpoint, read_checkpoint, resolve_folder
 from vlmfast.device import resolve_device, resolve_dtype
@@ -125,7 +127,7 @@ class VLM:
         """Answers one question about a picture, or about several together.
 
         Args:
-            images: a picture (see `load_image`), a list of them, or None for a question about none.
+            images: a picture (see `load_image`), a list of them, or None (or an empty list) for a question about none.
             prompt: the question, plain text; special tokens typed in it stay text.
             sampling: how to answer; greedy by default.
 
@@ -154,6 +156,8 @@ class VLM:
 
         A picture that can not be answered yields a `CaptionError` in its place and harms no other.
         """
+        if isinstance(images, (str, bytes, os.PathLike, Image.Image, np.ndarray, ImageInput)):
+            images = [images]  # one picture, not a row of letters, bytes or pixel rows
         pending: deque[tuple[str, Iterator[Chunk] | CaptionError]] = deque()
         for index, source in enumerate(images):
             name = source_name(source, index)
@@ -198,6 +202,7 @@ class VLM:
         return "\n".join([f"device {self.device}, dtype {self.dtype}", explain_linear(self.device, self.dtype), *lines])
 
     def _submit(self, messages: Sequence[Message], sampling: Sampling | None, started: float) -> Iterator[Chunk]:
+        _check_text(messages[-1].text)
         if not messages[-1].text.strip():
             raise InputError('the prompt is empty; ask something, for example "What is in the picture?"')
         images = tuple(image for message in messages for image in message.images)
@@ -215,6 +220,16 @@ class VLM:
             return self._submit([message], sampling, started)
         except VLMFastError as error:
             return CaptionError(image=name, kind=error.code, message=str(error))
+
+
+def _check_text(text: object) -> None:
+    """Raises InputError for what no tokenizer takes."""
+    if not isinstance(text, str):
+        raise InputError(f"the prompt must be text, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt holds half a character at position {error.start}; give valid Unicode") from error
 
 
 def _fetch_caption(name: str, pending: Iterator[Chunk] | CaptionError) -> Answer | CaptionError:
@@ -258,4 +273,5 @@ def describe(
     name = None if model is None else os.fspath(model)
     if _default is None or _default[0] != name:
         _default = (name, VLM.from_pretrained(name))
-    return _default[1].describe(images, prompt, sampling=sampling)
+    vlm = _default[1]
+    return vlm.describe(images, prompt, sampling=sampling)

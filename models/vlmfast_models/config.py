@@ -22,6 +22,22 @@ def _need(config: Mapping[str, Any], key: str, where: str) -> Any:
     return value
 
 
+def _count(config: Mapping[str, Any], key: str, where: str) -> int:
+    """A whole number of at least 1."""
+    value = _need(config, key, where)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ConfigError(f"{where}: '{key}' must be a whole number of at least 1, got {value!r}")
+    return value
+
+
+def _positive(value: Any, key: str, where: str) -> float:
+    """A finite number above 0."""
+    number = float(value)
+    if not 0.0 < number < float("inf"):
+        raise ConfigError(f"{where}: '{key}' must be a positive number, got {value!r}")
+    return number
+
+
 def _activation(name: str, where: str) -> str:
     if name not in _ACTIVATIONS:
         raise ConfigError(f"{where}: activation '{name}' is not supported; supported: {', '.join(_ACTIVATIONS)}")
@@ -64,16 +80,20 @@ class VisionConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> VisionConfig:
         where = "vision_config"
         vision = cls(
-            hidden_size=int(_need(config, "hidden_size", where)),
-            intermediate_size=int(_need(config, "intermediate_size", where)),
-            num_layers=int(_need(config, "num_hidden_layers", where)),
-            num_heads=int(_need(config, "num_attention_heads", where)),
+            hidden_size=_count(config, "hidden_size", where),
+            intermediate_size=_count(config, "intermediate_size", where),
+            num_layers=_count(config, "num_hidden_layers", where),
+            num_heads=_count(config, "num_attention_heads", where),
             num_channels=int(config.get("num_channels", 3)),
             image_size=_square(_need(config, "image_size", where), f"{where}.image_size"),
             patch_size=_square(_need(config, "patch_size", where), f"{where}.patch_size"),
             activation=_activation(config.get("hidden_act", "gelu_pytorch_tanh"), where),
-            norm_eps=float(config.get("layer_norm_eps", 1e-6)),
+            norm_eps=_positive(config.get("layer_norm_eps", 1e-6), "layer_norm_eps", where),
         )
+        if vision.image_size < 1 or vision.patch_size < 1 or vision.image_size % vision.patch_size:
+            raise ConfigError(
+                f"{where}: image_size {vision.image_size} is not a multiple of patch_size {vision.patch_size}"
+            )
         if vision.hidden_size % vision.num_heads:
             raise ConfigError(
                 f"{where}: hidden_size {vision.hidden_size} is not a multiple of {vision.num_heads} attention heads"
@@ -106,22 +126,22 @@ class TextConfig:
         model_type = config.get("model_type", "llama")
         if model_type != "llama":
             raise ConfigError(f"{where}: decoder type '{model_type}' is not supported; supported: llama")
-        hidden_size = int(_need(config, "hidden_size", where))
-        num_heads = int(_need(config, "num_attention_heads", where))
+        hidden_size = _count(config, "hidden_size", where)
+        num_heads = _count(config, "num_attention_heads", where)
         num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(f"{where}: {num_heads} heads can not share {num_kv_heads} key/value heads evenly")
         return cls(
             hidden_size=hidden_size,
-            intermediate_size=int(_need(config, "intermediate_size", where)),
-            num_layers=int(_need(config, "num_hidden_layers", where)),
+            intermediate_size=_count(config, "intermediate_size", where),
+            num_layers=_count(config, "num_hidden_layers", where),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-            vocab_size=int(_need(config, "vocab_size", where)),
-            max_positions=int(_need(config, "max_position_embeddings", where)),
+            vocab_size=_count(config, "vocab_size", where),
+            max_positions=_count(config, "max_position_embeddings", where),
             rope_theta=_rope_theta(config, where),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_positive(config.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
             activation=_activation(config.get("hidden_act", "silu"), where),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -137,7 +157,8 @@ def _rope_theta(config: Mapping[str, Any], where: str) -> float:
         raise ConfigError(f"{where}: rope scaling '{kind}' is not supported; supported: default")
     if config.get("rope_interleaved"):
         raise ConfigError(f"{where}: interleaved rotary positions are not supported")
-    return float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    return _positive(10_000.0 if theta is None else theta, "rope_theta", where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +192,7 @@ class ModelConfig:
         text = TextConfig.from_hf(
             _need(config, "text_config", "config.json"), tie_embeddings=bool(config.get("tie_word_embeddings", False))
         )
-        scale = int(_need(config, "scale_factor", "config.json"))
+        scale = _count(config, "scale_factor", "config.json")
         if vision.patches_per_side % scale:
             raise ConfigError(
                 f"config.json: {vision.patches_per_side} patches a side can not be shuffled by scale_factor {scale}"
@@ -206,16 +227,22 @@ class PreprocessConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> PreprocessConfig:
         where = "preprocessor_config.json"
         for flag in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
-            if config.get(flag, True) is False:
+            if not config.get(flag, True):
                 raise ConfigError(f"{where}: {flag}=false is not supported")
         size = _need(config, "size", where)
         tile = _need(config, "max_image_size", where)
+        mean, std = config.get("image_mean", (0.5,) * 3), config.get("image_std", (0.5,) * 3)
+        if len(mean) != 3 or len(std) != 3:
+            raise ConfigError(f"{where}: image_mean and image_std must have three numbers, got {mean!r} and {std!r}")
+        resample = config.get("resample", 1)
+        if resample not in range(6):
+            raise ConfigError(f"{where}: 'resample' must be one of Pillow's filters 0 to 5, got {resample!r}")
         return cls(
-            longest_edge=int(_need(size, "longest_edge", f"{where} size")),
-            tile_size=int(_need(tile, "longest_edge", f"{where} max_image_size")),
+            longest_edge=_count(size, "longest_edge", f"{where} size"),
+            tile_size=_count(tile, "longest_edge", f"{where} max_image_size"),
             split=bool(config.get("do_image_splitting", True)),
-            resample=int(config.get("resample", 1)),
-            rescale_factor=float(config.get("rescale_factor", 1 / 255)),
-            mean=tuple(float(value) for value in config.get("image_mean", (0.5, 0.5, 0.5))),
-            std=tuple(float(value) for value in config.get("image_std", (0.5, 0.5, 0.5))),
+            resample=resample,
+            rescale_factor=_positive(config.get("rescale_factor", 1 / 255), "rescale_factor", where),
+            mean=tuple(float(value) for value in mean),
+            std=tuple(_positive(value, "image_std", where) for value in std),
         )

@@ -58,6 +58,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         if missing:
             raise WeightsError(f"{folder}: shards named in the index are missing: {_listed(missing)}")
         return [folder / name for name in names]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"{folder} has no *.safetensors file (pickle checkpoints are not loaded)")
@@ -142,6 +144,8 @@ def _fill(
         target = parameter.detach()[start : start + rows]
         expected = model.stored_shape(source) or tuple(target.shape)
         tensor = where[source].get_tensor(source)
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise WeightsError(f"tensor {source} is stored as {tensor.dtype}; quantized weights are not supported")
         if tuple(tensor.shape) != expected:
             raise WeightsError(
                 f"tensor {source} has shape {list(tensor.shape)}, the configuration needs {list(expected)}"

@@ -184,8 +184,8 @@ def test_an_empty_answer_in_the_history(vlm: Any) -> None:
     template = (
         "{% for message in messages %}{{ message['role'] }}"
         "{{ ':' if message['content'][0].type == 'image' else ': ' }}"
-        "{% for part in message['content'] %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{{ '|' }}"
-        "{% endfor %}"
+        "{% for part in message['content'] %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+        "{{ '|' }}{% endfor %}"
     )
     turns = [
         Message(role="user", text="hi"),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from vlmfast.cli.scenes import app
 from vlmfast.train import shape
 from vlmfast.train.alignment import NO_WORD, cell_words
+from vlmfast.train.answers import is_right
 from vlmfast.train.attention import CachedAttention, PackedAttention, spelled_out_attention
 from vlmfast.train.evaluate import answer
 from vlmfast.train.export import write_pocket
@@ -23,7 +24,9 @@ from vlmfast.train.questions import ask_all
 from vlmfast.train.recipe import new_pocket
 from vlmfast.train.render import render
 from vlmfast.train.scenes import CROWDED, Kind, Split, sample_scene, stream
+from vlmfast.train.showcase import showcase_scenes
 from vlmfast.train.tokens import FRAME, GLOBAL, IMAGE, PromptTokens, train_tokenizer, write_tokenizer
+from vlmfast.train.truth import scene_questions
 from vlmfast_models.config import PreprocessConfig
 
 PREPROCESS = PreprocessConfig.from_hf(shape.preprocessor_config())
@@ -233,3 +236,24 @@ def test_make_writes_pictures_and_truth(tmp_path: Path) -> None:
         assert picture.size == (row["width"], row["height"])
         assert {thing["name"] for thing in row["things"]} == set(sample_scene(3, index).counts)
         assert {"what", "colour", "exists", "count", "caption"} <= {question["kind"] for question in row["questions"]}
+
+
+def test_showcase_holds_the_scenes_and_the_verdicts_it_claims() -> None:
+    """`assets/scenes/truth.json` must follow from the generator; remake it with `python -m vlmfast.train.showcase`."""
+    folder = Path(__file__).parents[2] / "assets" / "scenes"
+    rows = {row["file"]: row for row in json.loads((folder / "truth.json").read_text(encoding="utf-8"))}
+    scenes = showcase_scenes()
+    assert list(rows) == list(scenes)
+    for file, scene in scenes.items():
+        assert np.array_equal(np.asarray(Image.open(folder / file)), np.asarray(render(scene).picture)), file
+        asked = scene_questions(scene)
+        assert [row["question"] for row in rows[file]["questions"]] == [question.prompt for question in asked]
+        for row, question in zip(rows[file]["questions"], asked, strict=True):
+            assert row["pocket_right"] == is_right(question.kind, question.expect, row["pocket"])
+
+
+def test_score_asks_the_bundled_model() -> None:
+    result = CliRunner().invoke(app, ["score", "--seed", "2024", "--count", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    kinds = json.loads(result.output)["kinds"]
+    assert kinds["what"]["asked"] == 1 and kinds["colour"]["right"] == 1

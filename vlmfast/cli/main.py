@@ -5,6 +5,7 @@ A command's module imports what is slow inside its functions, so that help and b
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,6 +35,8 @@ app.add_typer(train.app, name="train")
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command and exits: 0, or 2 for input that can not be used, or 130 after Ctrl-C."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  closed by the caller (`>&-`)
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer must not fail on a terminal that lacks a character
@@ -42,6 +45,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except VLMFastError as error:
         write_error(error)
         sys.exit(2)
+    except OSError as error:
+        write_error(f"{error.filename}: {error.strerror}" if error.filename else error)
+        sys.exit(1)
 
 
 def _show_version(wanted: bool) -> None:

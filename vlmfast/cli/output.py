@@ -22,7 +22,10 @@ def write_foreign(text: str) -> None:
 
 def write_json(value: dict[str, Any]) -> None:
     """One JSON object on a line of its own, at once."""
-    write(json.dumps(value, ensure_ascii=False) + "\n")
+    text = json.dumps(value, ensure_ascii=False)
+    if not text.isprintable():  # half characters of undecodable file names must stay distinguishable
+        text = json.dumps(value)
+    write(text + "\n")
 
 
 def write_error(message: object) -> None:

@@ -37,12 +37,11 @@ def cell_words(
     return words.reshape(len(words), -1, 4)
 
 
-def alignment_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy of cells [C, V] against their words [C, 4], the words of a cell in equal shares."""
-    given = (targets != NO_WORD).float()
-    shares = given / given.sum(dim=1, keepdim=True).clamp(min=1)
+def alignment_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """Mean cross-entropy of cells [C, V] against their words [C, 4], each word weighed by `weights` [V]."""
+    shares = weights[targets.clamp(min=0)] * (targets != NO_WORD)
     log_probabilities = nnf.log_softmax(logits.float(), dim=-1).gather(1, targets.clamp(min=0))
-    return -(log_probabilities * shares).sum(dim=1).mean()
+    return -(log_probabilities * shares).sum() / shares.sum().clamp(min=1)
 
 
 def _cells(labels: npt.NDArray[np.uint8], scale: int) -> npt.NDArray[np.uint8]:

@@ -25,6 +25,7 @@ from vlmfast.train.optimise import Optimiser, Schedule, load_state, save_state
 from vlmfast.train.packing import IGNORED_TARGET, Batch, collate, pack, questions_for_row
 from vlmfast.train.scenes import stream
 from vlmfast.train.tokens import PromptTokens
+from vlmfast.train.vocabulary import SHAPES, SIGN_WORDS, plural
 from vlmfast_models.families.idefics3 import Idefics3
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _LOG_EVERY = 50
 _CHAT_SHARE = 0.2
 _ALIGNMENT_WEIGHT = 0.5
+_SLOW_WORDS = ("Yes", "No", *SHAPES, *map(plural, SHAPES), *SIGN_WORDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +44,25 @@ class Lesson:
     tokens: PromptTokens
     words: npt.NDArray[np.int16]
     """Alignment targets of all frames, [N, cells, words]."""
+    weights: Tensor
+    """How much each token of the vocabulary counts as a target, [V]."""
     features: npt.NDArray[np.float16] | None
     """Cached tower features [N, patches, Ev]; None to run (and train) the tower."""
 
     @classmethod
     def prepare(
-        cls, frames: Frames, tokens: PromptTokens, model: Idefics3, features: npt.NDArray[np.float16] | None
+        cls,
+        frames: Frames,
+        tokens: PromptTokens,
+        model: Idefics3,
+        features: npt.NDArray[np.float16] | None,
+        emphasis: float = 1.0,
     ) -> Lesson:
+        """The lesson on these frames; words that decide an answer and are slow to learn count `emphasis` times."""
         words = cell_words(tokens, frames.labels, model.config.connector.scale_factor)
-        return cls(frames=frames, tokens=tokens, words=words, features=features)
+        weights = torch.ones(model.config.text.vocab_size)
+        weights[[tokens.encode(f" {word}")[0] for word in _SLOW_WORDS]] = emphasis
+        return cls(frames=frames, tokens=tokens, words=words, weights=weights, features=features)
 
 
 def train_language(
@@ -133,8 +145,9 @@ def _losses(
         answer_logits = model.decoder.logits(hidden[wanted])
         cell_logits = model.decoder.logits(visual.flatten(0, 1).to(torch.bfloat16))
     words = torch.from_numpy(lesson.words[numbers].astype(np.int64)).flatten(0, 1).to(device)
-    answer_loss = nnf.cross_entropy(answer_logits.float(), targets.flatten()[wanted])
-    return answer_loss, alignment_loss(cell_logits, words)
+    weights = lesson.weights.to(device)
+    answer_loss = nnf.cross_entropy(answer_logits.float(), targets.flatten()[wanted], weights)
+    return answer_loss, alignment_loss(cell_logits, words, weights)
 
 
 def _features(model: Idefics3, lesson: Lesson, numbers: npt.NDArray[np.int64], device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ IGNORED_TARGET = -100
 PADDING_SEGMENT = -1
 
 # Captions and lists carry the most information; a sign exists in few scenes, so it is always asked for.
-_ALWAYS = ("what", "caption", "sign")
+_ALWAYS = ("what", "caption", "exists", "sign")
 _OTHERS = tuple(kind for kind in KINDS if kind not in _ALWAYS)
 
 
@@ -49,7 +49,7 @@ class Batch:
     targets: Tensor
 
 
-def questions_for_row(scene: Scene, rng: random.Random, num_others: int = 3) -> list[Question]:
+def questions_for_row(scene: Scene, rng: random.Random, num_others: int = 2) -> list[Question]:
     """The kinds that are always asked and some of the others, in random order."""
     kinds = [*_ALWAYS, *rng.sample(_OTHERS, num_others)]
     rng.shuffle(kinds)

@@ -1,4 +1,5 @@
-"""The pocket's training from nothing to a checkpoint: tokenizer, frames, dense, language, joint, export.
+"""The pocket's training from nothing to a checkpoint: tokenizer, frames, dense, language, joint,
+focus, export.
 
 Each stage leaves a state file in the work folder; with `resume` a finished stage is read back and a broken-off one goes
 on from its last save. Everything random is keyed by the recipe's seed.
@@ -38,6 +39,9 @@ class Recipe:
     dense: Schedule
     language: Schedule
     joint: Schedule
+    focus: Schedule
+    emphasis: float = 5.0
+    """How many times the words that are slow to learn (shapes, sign texts, yes and no) count in the last stage."""
     num_dense_frames: int = 24_000
     num_joint_frames: int = 24_000
     num_language_frames: int = 6_000
@@ -54,13 +58,16 @@ class Recipe:
         def longer(schedule: Schedule) -> Schedule:
             return replace(schedule, num_steps=max(1, round(schedule.num_steps * factor)))
 
-        return replace(self, dense=longer(self.dense), language=longer(self.language), joint=longer(self.joint))
+        stages = (longer(schedule) for schedule in (self.dense, self.language, self.joint, self.focus))
+        dense, language, joint, focus = stages
+        return replace(self, dense=dense, language=language, joint=joint, focus=focus)
 
 
 FIRST_POCKET = Recipe(
     dense=Schedule(num_steps=2150, batch_size=16, learning_rate=1e-3),
     language=Schedule(num_steps=1200, batch_size=8, learning_rate=8e-4),
-    joint=Schedule(num_steps=3400, batch_size=8, learning_rate=5e-4),
+    joint=Schedule(num_steps=2162, batch_size=8, learning_rate=5e-4),
+    focus=Schedule(num_steps=1100, batch_size=8, learning_rate=4e-4, warmup_steps=40),
 )
 
 
@@ -111,17 +118,18 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path) -> Tally:
     def score(count: int = recipe.num_scored_scenes) -> Tally:
         return evaluate(model, tokens, scored, place.device, count=count)
 
-    for name, schedule, frozen in (("language", recipe.language, True), ("joint", recipe.joint, False)):
-        if schedule.num_steps == 0:
-            continue
+    stages = {"language": recipe.language, "joint": recipe.joint, "focus": recipe.focus}
+    for number, (name, schedule) in enumerate(stages.items()):
+        frozen = name == "language"
         lesson_frames = joint_frames.first(recipe.num_language_frames) if frozen else joint_frames
         features = cache_features(model, lesson_frames, features_path, place.device) if frozen else None
+        emphasis = recipe.emphasis if name == "focus" else 1.0
         train_language(
             model,
-            Lesson.prepare(lesson_frames, tokens, model, features),
+            Lesson.prepare(lesson_frames, tokens, model, features, emphasis),
             schedule,
             place.folder / f"{name}.pt",
-            seed=recipe.seed + (0 if frozen else 1),
+            seed=recipe.seed + number,
             resume=place.resume,
             device=place.device,
             score=score,
