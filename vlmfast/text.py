@@ -15,7 +15,7 @@ class TextStream:
     """Turns the tokens of one answer into text, piece by piece.
 
     A character whose bytes are spread over tokens is held back until it is whole, and so is text that may turn out to
-    begin a stop text. The pieces concatenate to `text`.
+    begin a stop text. White space before the first character is dropped. The pieces concatenate to `text`.
 
         tokens   ............|--- window ---|
         text     ... released -----|-- new -|
@@ -69,6 +69,8 @@ class TextStream:
         else:
             held = 0 if final else self._stop_overlap(text)
             text, self._pending = text[: len(text) - held], text[len(text) - held :]
+        if not self.text:
+            text = text.lstrip()  # templates that end in "Assistant:" make answers begin with a space
         self.text += text
         return text
 

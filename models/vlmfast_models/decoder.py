@@ -41,21 +41,32 @@ class DecoderLayer(nn.Module):
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self._rotate, self._silu_mul = rotate.reference, silu_mul.reference
+        self._bind()
 
     def prepare(self) -> None:
         weight = self.attn_norm.weight
         self._rotate = rotate.resolve(weight.device, weight.dtype)
         self._silu_mul = silu_mul.resolve(weight.device, weight.dtype)
+        for part in (self.attn_norm, self.qkv, self.out, self.mlp_norm, self.gate_up, self.down):
+            part.prepare()
+        self._bind()
+
+    def _bind(self) -> None:
+        """Keeps the parts' functions at hand: a token passes six of them a layer, and `nn.Module` calls are slow."""
+        self._norms = self.attn_norm.bound(), self.mlp_norm.bound()
+        self._linears = self.qkv.bound(), self.out.bound(), self.gate_up.bound(), self.down.bound()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
         config = self.config
+        attn_norm, mlp_norm = self._norms
+        qkv, out, gate_up, down = self._linears
         num_tokens = x.shape[0]
-        heads = self.qkv(self.attn_norm(x)).view(num_tokens, -1, config.head_dim)  # [T, H + 2G, D]
+        heads = qkv(attn_norm(x), None).view(num_tokens, -1, config.head_dim)  # [T, H + 2G, D]
         split = config.num_heads + config.num_kv_heads
         turned = self._rotate(heads[:, :split], cos, sin)
         mixed = attention.attend(layer, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:])
-        x = self.out(mixed.reshape(num_tokens, -1), residual=x)
-        return self.down(self._silu_mul(self.gate_up(self.mlp_norm(x))), residual=x)
+        x = out(mixed.reshape(num_tokens, -1), x)
+        return down(self._silu_mul(gate_up(mlp_norm(x), None)), x)
 
 
 class Decoder(nn.Module):
@@ -98,8 +109,9 @@ class Decoder(nn.Module):
         cos_table, sin_table = self._rope_tables(hidden.device, hidden.dtype)
         cos, sin = cos_table[positions][:, None], sin_table[positions][:, None]  # [T, 1, D]
         last = len(self.layers) if last_layer is None else last_layer
-        for index in range(first_layer, last):
-            hidden = self.layers[index](hidden, cos, sin, attention, index)
+        for index, layer in enumerate(self.layers):
+            if first_layer <= index < last:
+                hidden = layer.forward(hidden, cos, sin, attention, index)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

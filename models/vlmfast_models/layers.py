@@ -6,6 +6,8 @@ the fastest implementation for its device and dtype, once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +29,10 @@ class Linear(nn.Module):
         if self._apply_prepared is not None:
             return self._apply_prepared(x, residual)
         return linear(x, self.weight, self.bias, residual, self.activation)
+
+    def bound(self) -> Apply:
+        """The layer as a plain function, for callers that count microseconds; ask again after `prepare`."""
+        return self.forward if self._apply_prepared is None else self._apply_prepared
 
     def prepare(self) -> None:
         """Lays the weight out for inference and lets go of the original (whoever it is tied to keeps it)."""
@@ -50,6 +56,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._function(x, self.weight, self.eps)
+
+    def bound(self) -> Callable[[Tensor], Tensor]:
+        """The norm as a plain function of x; ask again after `prepare`."""
+        return self.forward
 
     def prepare(self) -> None:
         self._function = rms_norm.resolve(self.weight.device, self.weight.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vlmfast_kernels.cpu.memory import prefer_huge_pages
 from vlmfast_kernels.ops.activation import ACTIVATIONS
 from vlmfast_kernels.ops.linear import PreparedLinear
 
@@ -31,6 +32,7 @@ def why_not_packed(device: torch.device, dtype: torch.dtype) -> str:
 def packed_linear(weight: Tensor, bias: Tensor | None, activation: str | None = None) -> PreparedLinear:
     """Packs weight [N, K]; bias, residual and the common activations are applied inside the product."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), 1)
+    prefer_huge_pages(torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed))
     plain = torch.ops.mkldnn._linear_pointwise.default
     fused = torch.ops.mkldnn._linear_pointwise.binary
 

@@ -26,4 +26,4 @@ def _rms_norm_mirrored(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return nnf.rms_norm(x, x.shape[-1:], weight, eps)
     width = x.shape[-1]
     mirrored = torch.cat((x, -x), -1)
-    return nnf.layer_norm(mirrored, (2 * width,), None, None, eps)[..., :width] * weight
+    return torch.layer_norm(mirrored, (2 * width,), None, None, eps, False)[..., :width] * weight
