@@ -82,6 +82,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     raw = _read_json(folder, "config.json")
     model_type = str(raw.get("model_type", "none given"))
     network = family(model_type)
+    for part in ("vision_config", "text_config"):
+        if not isinstance(raw.get(part), dict):
+            raise ConfigError(f"{folder / 'config.json'} has no '{part}'; the checkpoint's configuration is incomplete")
     if raw.get("quantization_config"):
         raise ConfigError(f"{folder}: quantized checkpoints are not supported; use the original weights")
     with _values_checked(folder / "config.json"):

@@ -116,7 +116,9 @@ def save_checkpoint(model: CheckpointModule, folder: str | Path, *, dtype: torch
             tensors[source] = (piece if shape is None else piece.reshape(shape)).clone()
             start += rows
     Path(folder).mkdir(parents=True, exist_ok=True)
-    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    file = Path(folder) / "model.safetensors"
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors makes it readable for its owner only
 
 
 def _check_names(model: CheckpointModule, sources: TensorSources, where: Mapping[str, Any], folder: str | Path) -> None:
