@@ -6,7 +6,7 @@ transformers writes the folder, which keeps the files honest.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +137,6 @@ def random_checkpoint(
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     processor.save_pretrained(folder)
     return folder
-
-
-def describe_shape(shape: Shape) -> dict[str, Any]:
-    """The sizes as plain values, for a benchmark's report."""
-    return asdict(shape)
 
 
 def _fill(model: torch.nn.Module, std: float, seed: int) -> None:
