@@ -80,7 +80,7 @@ class Options:
 def parse_options(description: str, arguments: Sequence[str] | None = None) -> Options:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--quick", action="store_true", help="under 50 s: fewer rounds, no float32 check")
+    parser.add_argument("--quick", action="store_true", help="under a minute: fewer rounds, no float32 check")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.add_argument("--threads", type=int, metavar="N", help="torch threads, both sides (default: torch's)")
     parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds a measurement")

@@ -50,7 +50,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Texts that end the answer; the text itself is not returned."""
     seed: int | None = None
-    """Makes drawing repeatable; None draws differently each time."""
+    """Makes drawing repeatable; without it every run draws differently."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -1,4 +1,4 @@
-"""The house rules of design.md section 2: imports go down only, light modules stay light, files stay short.
+"""The house rules of docs/architecture.md: imports go down only, light modules stay light, files stay short.
 
 To place a new module, add its name to `LAYERS`.
 """
