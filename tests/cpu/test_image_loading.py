@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import noise
+from pictures import close, data_url, encode
 from PIL import Image
 
 from vlmfast import load_image
@@ -18,36 +18,22 @@ from vlmfast.errors import ImageError
 _PICTURE = noise(31, 17)
 
 
-def _encode(picture: Image.Image, format_: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, format_, **options)
-    return out.getvalue()
-
-
-def _data_url(data: bytes, mime: str = "image/png") -> str:
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
-
-
-def _close(got: np.ndarray, expected: Any, tolerance: int = 2) -> None:
-    assert int(np.abs(got.astype(int) - np.asarray(expected, int)).max()) <= tolerance
-
-
 # --- the same picture by every door ---
 
 
 def test_every_source_gives_the_same_digest(tmp_path: Path) -> None:
     """Guards identity by content: path, string, bytes, data URL, PIL, array and a loaded picture are one picture."""
     picture = Image.fromarray(_PICTURE)
-    data = _encode(picture)
+    data = encode(picture)
     file = tmp_path / "picture with no ending"
     file.write_bytes(data)
     padded = np.zeros((17, 62, 3), np.uint8)
     padded[:, ::2] = _PICTURE
     sources = [
-        file, str(file), data, bytearray(data), memoryview(data), _data_url(data), _data_url(data, "text/plain"),
+        file, str(file), data, bytearray(data), memoryview(data), data_url(data), data_url(data, "text/plain"),
         picture, Image.open(io.BytesIO(data)), _PICTURE, padded[:, ::2], np.asfortranarray(_PICTURE),
         np.dstack([_PICTURE, np.full((17, 31), 255, np.uint8)]), picture.convert("RGBA"),
-        _encode(picture, "BMP"), _encode(picture, "WEBP", lossless=True),
+        encode(picture, "BMP"), encode(picture, "WEBP", lossless=True),
     ]  # fmt: skip
     loaded = [load_image(source) for source in sources]
     assert {image.digest for image in loaded} == {loaded[0].digest}
@@ -70,9 +56,9 @@ def test_loaded_pixels_can_not_be_written_to_and_are_a_copy() -> None:
 def test_a_file_overwritten_is_loaded_anew(tmp_path: Path) -> None:
     """Guards case 6: a path is never identity."""
     file = tmp_path / "picture.png"
-    file.write_bytes(_encode(Image.fromarray(_PICTURE)))
+    file.write_bytes(encode(Image.fromarray(_PICTURE)))
     first = load_image(file)
-    file.write_bytes(_encode(Image.fromarray(_PICTURE[::-1])))
+    file.write_bytes(encode(Image.fromarray(_PICTURE[::-1])))
     assert load_image(file).digest != first.digest
 
 
@@ -92,7 +78,7 @@ def test_palettes_and_flattening_are_part_of_identity() -> None:
     for palette in ([0, 0, 0, 255, 0, 0, 0, 255, 0, 0, 0, 255], [9, 9, 9, 0, 255, 0, 255, 0, 0, 0, 0, 255]):
         coloured = indices.copy()
         coloured.putpalette(palette)
-        digests.add(load_image(_encode(coloured)).digest)
+        digests.add(load_image(encode(coloured)).digest)
     assert len(digests) == 2
     half = np.dstack([_PICTURE, np.full((17, 31), 128, np.uint8)])
     assert load_image(half).digest != load_image(_PICTURE).digest
@@ -115,10 +101,10 @@ def test_exif_orientation_is_applied(orientation: int, door: str, tmp_path: Path
     stored = upright if method is None else upright.transpose(Image.Transpose(method))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = _encode(stored, "PNG", exif=exif)
+    data = encode(stored, "PNG", exif=exif)
     file = tmp_path / "turned.png"
     file.write_bytes(data)
-    source = {"path": file, "bytes": data, "data url": _data_url(data), "pil": Image.open(io.BytesIO(data))}[door]
+    source = {"path": file, "bytes": data, "data url": data_url(data), "pil": Image.open(io.BytesIO(data))}[door]
     image = load_image(source)
     assert (image.width, image.height) == (24, 10)
     assert np.array_equal(image.pixels, np.asarray(upright))
@@ -128,7 +114,7 @@ def test_orientation_of_a_jpeg() -> None:
     """Guards the usual camera file."""
     exif = Image.Exif()
     exif[0x0112] = 6
-    image = load_image(_encode(Image.fromarray(_PICTURE), "JPEG", exif=exif))
+    image = load_image(encode(Image.fromarray(_PICTURE), "JPEG", exif=exif))
     assert (image.width, image.height) == (17, 31)
 
 
@@ -137,7 +123,7 @@ def test_orientation_of_a_jpeg() -> None:
 )
 def test_malformed_exif_is_ignored(exif: bytes) -> None:
     """Guards case 19: the pixels of a file with broken EXIF are still good."""
-    image = load_image(_encode(Image.fromarray(_PICTURE), "PNG", exif=exif))
+    image = load_image(encode(Image.fromarray(_PICTURE), "PNG", exif=exif))
     assert np.array_equal(image.pixels, _PICTURE)
 
 
@@ -146,7 +132,7 @@ def test_orientations_that_do_not_exist_are_ignored(value: int) -> None:
     """Guards orientation values outside 1-8."""
     exif = Image.Exif()
     exif[0x0112] = value
-    assert np.array_equal(load_image(_encode(Image.fromarray(_PICTURE), "PNG", exif=exif)).pixels, _PICTURE)
+    assert np.array_equal(load_image(encode(Image.fromarray(_PICTURE), "PNG", exif=exif)).pixels, _PICTURE)
 
 
 # --- alpha ---
@@ -182,7 +168,7 @@ def test_alpha_is_flattened_on_white(mode: str, door: str) -> None:
             pytest.skip("no file format that Pillow writes holds PA")
         source: Any = picture
     else:
-        data = _encode(picture) if key is None else _encode(picture, transparency=key)
+        data = encode(picture) if key is None else encode(picture, transparency=key)
         source = data if door == "file" else Image.open(io.BytesIO(data))
     pixels = load_image(source).pixels
     assert pixels[:, :2].min() == 255
@@ -192,7 +178,7 @@ def test_alpha_is_flattened_on_white(mode: str, door: str) -> None:
 def test_16_bit_grey_with_a_transparent_value() -> None:
     """Guards tRNS of 16-bit greys: the value named there is white, whatever it is."""
     values = np.array([[5, 20000, 5, 40000]], np.uint16)
-    pixels = load_image(_encode(Image.fromarray(values), transparency=5)).pixels[0, :, 0]
+    pixels = load_image(encode(Image.fromarray(values), transparency=5)).pixels[0, :, 0]
     assert pixels.tolist() == [255, 78, 255, 156]
 
 
@@ -200,7 +186,7 @@ def test_half_alpha_mixes_with_white() -> None:
     """Guards the mixture itself: black at half alpha is middle grey."""
     grey = np.zeros((3, 3, 4), np.uint8)
     grey[..., 3] = 128
-    _close(load_image(grey).pixels, 127)
+    close(load_image(grey).pixels, 127)
 
 
 # --- depths and colour spaces ---
@@ -209,7 +195,7 @@ def test_half_alpha_mixes_with_white() -> None:
 def test_16_bit_ramp_keeps_256_levels() -> None:
     """Guards case 21 (unsloth 10094): clipping a 16-bit ramp left two levels."""
     ramp = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-    for source in (_encode(Image.fromarray(ramp)), _encode(Image.fromarray(ramp), "TIFF"), Image.fromarray(ramp)):
+    for source in (encode(Image.fromarray(ramp)), encode(Image.fromarray(ramp), "TIFF"), Image.fromarray(ramp)):
         pixels = load_image(source).pixels
         assert len(np.unique(pixels)) == 256
         assert (pixels[0, 0] == 0).all() and (pixels[-1, -1] == 255).all()
@@ -248,9 +234,9 @@ def test_cmyk_jpeg_has_right_colours() -> None:
     """Guards case 22 (ms-swift 697): inverted or swapped inks."""
     picture = Image.new("RGB", (32, 16), (220, 30, 40))
     picture.paste((20, 60, 230), (16, 0, 32, 16))
-    pixels = load_image(_encode(picture.convert("CMYK"), "JPEG", quality=98)).pixels
-    _close(pixels[4, 4], (220, 30, 40), 12)
-    _close(pixels[4, 28], (20, 60, 230), 12)
+    pixels = load_image(encode(picture.convert("CMYK"), "JPEG", quality=98)).pixels
+    close(pixels[4, 4], (220, 30, 40), 12)
+    close(pixels[4, 28], (20, 60, 230), 12)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "YCbCr", "HSV", "LAB", "RGBX", "RGBa", "La", "CMYK"])
@@ -270,14 +256,14 @@ def test_animations_show_their_first_frame(format_: str) -> None:
     """Guards case 28: GIF, APNG and WebP give the first frame."""
     frames = [Image.new("RGB", (9, 9), colour) for colour in ((255, 0, 0), (0, 255, 0), (0, 0, 255))]
     options = {"lossless": True} if format_ == "WEBP" else {}
-    data = _encode(frames[0], format_, save_all=True, append_images=frames[1:], **options)
+    data = encode(frames[0], format_, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as picture:
         assert getattr(picture, "n_frames", 1) == 3
-    _close(load_image(data).pixels, (255, 0, 0))
+    close(load_image(data).pixels, (255, 0, 0))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (500, 19), (332, 27), (1, 3000)], ids=str)
 def test_small_and_long_pictures_load(size: tuple[int, int]) -> None:
     """Guards case 25."""
-    image = load_image(_encode(Image.fromarray(noise(*size))))
+    image = load_image(encode(Image.fromarray(noise(*size))))
     assert (image.width, image.height) == size

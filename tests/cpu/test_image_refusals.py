@@ -12,26 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import noise
+from pictures import data_url, encode
 from PIL import Image
 
 from vlmfast import Limits, load_image
 from vlmfast.errors import ImageError, ImageLimitError
 
 _PICTURE = noise(31, 17)
-
-
-def _encode(picture: Image.Image, format_: str = "PNG", **options: Any) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, format_, **options)
-    return out.getvalue()
-
-
-def _data_url(data: bytes, mime: str = "image/png") -> str:
-    return f"data:{mime};base64,{base64.b64encode(data).decode()}"
-
-
-def _close(got: np.ndarray, expected: Any, tolerance: int = 2) -> None:
-    assert int(np.abs(got.astype(int) - np.asarray(expected, int)).max()) <= tolerance
 
 
 def _png_header(width: int, height: int) -> bytes:
@@ -67,7 +54,7 @@ def test_huge_pictures_are_refused_from_the_header(
 
 def test_12000_squared_is_refused_under_a_lower_limit_and_allowed_under_a_higher() -> None:
     """Guards case 27's limit option, both ways, with an ordinary picture."""
-    data = _encode(Image.fromarray(noise(40, 30)))
+    data = encode(Image.fromarray(noise(40, 30)))
     with pytest.raises(ImageLimitError, match="40x30"):
         load_image(data, limits=Limits(max_image_pixels=1199))
     assert load_image(data, limits=Limits(max_image_pixels=1200)).width == 40
@@ -80,7 +67,7 @@ def test_12000_squared_is_refused_under_a_lower_limit_and_allowed_under_a_higher
 def test_our_limit_decides_where_pillow_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards case 27's option: Pillow refuses at a limit of its own, which raising `Limits` has to get past."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    data = _encode(Image.fromarray(_PICTURE))
+    data = encode(Image.fromarray(_PICTURE))
     with pytest.raises(Image.DecompressionBombError):
         Image.open(io.BytesIO(data))
     assert np.array_equal(load_image(data, limits=Limits(max_image_pixels=31 * 17)).pixels, _PICTURE)
@@ -94,11 +81,11 @@ def test_our_limit_decides_where_pillow_has_its_own(monkeypatch: pytest.MonkeyPa
 
 def test_big_files_are_refused_before_reading(tmp_path: Path) -> None:
     """Guards the byte limit, by path, by bytes and by data URL."""
-    data = _encode(Image.fromarray(_PICTURE))
+    data = encode(Image.fromarray(_PICTURE))
     file = tmp_path / "picture.png"
     file.write_bytes(data)
     limits = Limits(max_image_bytes=len(data) - 1)
-    for source in (file, data, _data_url(data)):
+    for source in (file, data, data_url(data)):
         with pytest.raises(ImageLimitError, match="max_image_bytes"):
             load_image(source, limits=limits)
     assert load_image(file, limits=Limits(max_image_bytes=len(data))).width == 31
@@ -120,12 +107,12 @@ def _broken_chunk(data: bytes) -> bytes:
         pytest.param(b"\0" * 300, id="zeros"),
         pytest.param(b"not a picture", id="text"),
         pytest.param(b"\x89PNG\r\n\x1a\n", id="signature only"),
-        pytest.param(_cut(_encode(Image.fromarray(noise(90, 90)), "JPEG")), id="cut jpeg"),
-        pytest.param(_cut(_encode(Image.fromarray(noise(90, 90)))), id="cut png"),
-        pytest.param(_cut(_encode(Image.fromarray(noise(90, 90)), "WEBP")), id="cut webp"),
-        pytest.param(_cut(_encode(Image.fromarray(noise(90, 90)), "GIF")), id="cut gif"),
-        pytest.param(_encode(Image.fromarray(noise(90, 90)), "JPEG")[:40], id="jpeg header"),
-        pytest.param(_broken_chunk(_encode(Image.fromarray(noise(90, 90)))), id="broken chunk"),
+        pytest.param(_cut(encode(Image.fromarray(noise(90, 90)), "JPEG")), id="cut jpeg"),
+        pytest.param(_cut(encode(Image.fromarray(noise(90, 90)))), id="cut png"),
+        pytest.param(_cut(encode(Image.fromarray(noise(90, 90)), "WEBP")), id="cut webp"),
+        pytest.param(_cut(encode(Image.fromarray(noise(90, 90)), "GIF")), id="cut gif"),
+        pytest.param(encode(Image.fromarray(noise(90, 90)), "JPEG")[:40], id="jpeg header"),
+        pytest.param(_broken_chunk(encode(Image.fromarray(noise(90, 90)))), id="broken chunk"),
         pytest.param(b"<svg xmlns='http://www.w3.org/2000/svg'/>", id="svg"),
         pytest.param(b"%PDF-1.4 nothing", id="pdf"),
     ],
@@ -144,7 +131,7 @@ def test_damaged_files_are_named(data: bytes, door: str, tmp_path: Path) -> None
 def test_flipped_bytes_give_a_picture_or_an_error_of_ours(format_: str) -> None:
     """Guards damaged files of every kind, on which Pillow's readers raise all sorts of exceptions; seeds are fixed."""
     exif = {"exif": b"Exif\0\0II*\0\x08\0\0\0\0\0"} if format_ in ("JPEG", "WEBP", "PNG") else {}
-    data = _encode(Image.fromarray(noise(24, 16)), format_, **exif)
+    data = encode(Image.fromarray(noise(24, 16)), format_, **exif)
     generator = np.random.default_rng(5)
     for _ in range(150):
         broken = bytearray(data)
@@ -158,14 +145,14 @@ def test_flipped_bytes_give_a_picture_or_an_error_of_ours(format_: str) -> None:
 
 def test_a_lazy_pil_picture_that_is_cut() -> None:
     """Guards PIL pictures, which decode when first used: the failure is an error of ours, too."""
-    data = _cut(_encode(Image.fromarray(noise(90, 90)), "JPEG"))
+    data = _cut(encode(Image.fromarray(noise(90, 90)), "JPEG"))
     with pytest.raises(ImageError, match="PIL image"):
         load_image(Image.open(io.BytesIO(data)))
 
 
 def test_a_closed_pil_picture() -> None:
     """Guards PIL pictures whose file is closed already."""
-    picture = Image.open(io.BytesIO(_encode(Image.fromarray(_PICTURE))))
+    picture = Image.open(io.BytesIO(encode(Image.fromarray(_PICTURE))))
     picture.close()
     with pytest.raises(ImageError, match="PIL image"):
         load_image(picture)
@@ -231,7 +218,7 @@ def test_grey_and_rgba_arrays() -> None:
 def test_base64_with_newlines_and_without_padding() -> None:
     """Guards case 29 (vllm 28123): what mail programs and browsers make of base64 is accepted."""
     for extra in range(3):  # so that each length of padding occurs
-        data = _encode(Image.fromarray(noise(31 + extra, 17)))
+        data = encode(Image.fromarray(noise(31 + extra, 17)))
         text = base64.b64encode(data).decode()
         wrapped = "\n".join(text[start : start + 76] for start in range(0, len(text), 76)) + "\r\n"
         digests = {
