@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from oracle import noise
 from pictures import close, data_url, encode
 from PIL import Image
 
-from vlmfast import load_image
-from vlmfast.errors import ImageError
+from vlmfast import Limits, load_image
+from vlmfast.errors import ImageError, ImageLimitError, InputError
+from vlmfast.image.known import PictureFacts
+from vlmfast.image.load import load_images
 
 _PICTURE = noise(31, 17)
 
@@ -30,7 +33,9 @@ def test_every_source_gives_the_same_digest(tmp_path: Path) -> None:
     padded = np.zeros((17, 62, 3), np.uint8)
     padded[:, ::2] = _PICTURE
     sources = [
-        file, str(file), data, bytearray(data), memoryview(data), data_url(data), data_url(data, "text/plain"),
+        file, str(file), file.as_uri(), file.as_uri().replace("file://", "FILE://localhost"), data, bytearray(data),
+        memoryview(data), io.BytesIO(data), data_url(data), data_url(data, "text/plain"),
+        base64.b64encode(data).decode(), "\n" + base64.encodebytes(data).decode(),
         picture, Image.open(io.BytesIO(data)), _PICTURE, padded[:, ::2], np.asfortranarray(_PICTURE),
         np.dstack([_PICTURE, np.full((17, 31), 255, np.uint8)]), picture.convert("RGBA"),
         encode(picture, "BMP"), encode(picture, "WEBP", lossless=True),
@@ -40,7 +45,63 @@ def test_every_source_gives_the_same_digest(tmp_path: Path) -> None:
     assert all(np.array_equal(image.pixels, _PICTURE) for image in loaded)
     assert load_image(loaded[0]) is loaded[0]
     assert (loaded[0].width, loaded[0].height) == (31, 17)
-    assert loaded[0].name == str(file)
+    assert loaded[0].name == loaded[2].name == str(file)
+
+
+def test_a_jpeg_has_one_digest(tmp_path: Path) -> None:
+    """Guards lossy files: one decoder by every door, also for a PIL picture that Pillow opened by itself."""
+    data = encode(Image.fromarray(_PICTURE), "JPEG", quality=70)
+    file = tmp_path / "photo.jpg"
+    file.write_bytes(data)
+    with file.open("rb") as opened, Image.open(file) as picture:
+        sources = [data, file, opened, picture, data_url(data), base64.b64encode(data).decode(), file.as_uri()]
+        assert len({load_image(source).digest for source in sources}) == 1
+
+
+def test_file_objects(tmp_path: Path) -> None:
+    """Guards files open for reading: read from their start where they can seek, in pieces where reads are short."""
+
+    class Pipe:
+        def __init__(self, data: bytes) -> None:
+            self.data = data
+
+        def read(self, num_bytes: int) -> bytes:
+            piece, self.data = self.data[: min(num_bytes, 7)], self.data[min(num_bytes, 7) :]
+            return piece
+
+    data = encode(Image.fromarray(_PICTURE))
+    written = io.BytesIO()
+    written.write(data)  # stands at its end
+    assert load_image(written).digest == load_image(Pipe(data)).digest == load_image(data).digest
+    assert load_image(Pipe(data)).name == "file object"
+    with pytest.raises(ImageLimitError, match="max_image_bytes"):
+        load_image(Pipe(data), limits=Limits(max_image_bytes=len(data) - 1))
+    file = tmp_path / "picture.png"
+    file.write_bytes(data)
+    with file.open("rb") as opened:
+        assert load_image(opened).name == str(file)
+    with pytest.raises(ImageError, match=r"picture\.png: can not be read: .*closed"):
+        load_image(opened)
+    with file.open(encoding="latin-1") as text, pytest.raises(ImageError, match="mode 'rb'"):
+        load_image(text)
+
+
+def test_file_urls(tmp_path: Path) -> None:
+    """Guards names that a URL has to write otherwise."""
+    file = tmp_path / "a b%20ü#?.png"
+    file.write_bytes(encode(Image.fromarray(_PICTURE)))
+    assert load_image(file.as_uri()).digest == load_image(str(file)).digest
+    with pytest.raises(ImageError, match="of another machine"):
+        load_image("file://elsewhere/picture.png")
+    with pytest.raises(ImageError, match="no such file"):
+        load_image("file:///no/such.png")
+
+
+def test_a_path_that_could_be_base64_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = base64.b64encode(encode(Image.fromarray(_PICTURE[:2, :2]))).decode().replace("/", "_").rstrip("=")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(encode(Image.fromarray(_PICTURE)))
+    assert load_image(name).width == 31
 
 
 def test_loaded_pixels_can_not_be_written_to_and_are_a_copy() -> None:
@@ -60,6 +121,38 @@ def test_a_file_overwritten_is_loaded_anew(tmp_path: Path) -> None:
     first = load_image(file)
     file.write_bytes(encode(Image.fromarray(_PICTURE[::-1])))
     assert load_image(file).digest != first.digest
+
+
+class _Memory(dict[str, PictureFacts]):
+    """Remembers pictures by what they were encoded as."""
+
+    def recall(self, key: str) -> PictureFacts | None:
+        return self.get(key)
+
+    def remember(self, key: str, facts: PictureFacts) -> None:
+        self[key] = facts
+
+
+def test_known_pictures_are_decoded_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the memory of encoded bytes: no decoding on a hit, the same pixels later; what the call decides is part of
+    the key; limits hold for known pictures, too."""
+    known = _Memory()
+    data = encode(Image.fromarray(np.dstack([_PICTURE, np.full((17, 31), 9, np.uint8)])))
+    first = load_image(data, known=known)
+    other = load_image(data, known=known, background=(0, 0, 0))
+    assert other.digest != first.digest and len(known) == 2
+    load_image(data, known=known, limits=Limits(allow_truncated=True))
+    load_image(data, known=known, limits=Limits(formats=("PNG",)))
+    assert len(known) == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", None)
+        again = load_image(data_url(data), known=known)
+        assert (again.digest, again.width, again.height) == (first.digest, 31, 17)
+        with pytest.raises(ImageLimitError, match="max_image_pixels"):
+            load_image(data, known=known, limits=Limits(max_image_pixels=5))
+        with pytest.raises(ImageLimitError, match="max_decoded_bytes"):
+            load_images([data, data], known=known, limits=Limits(max_decoded_bytes=31 * 17 * 3))
+    assert np.array_equal(again.pixels, first.pixels)
 
 
 # --- pairs that must differ ---
@@ -182,6 +275,21 @@ def test_16_bit_grey_with_a_transparent_value() -> None:
     assert pixels.tolist() == [255, 78, 255, 156]
 
 
+def test_alpha_on_another_colour() -> None:
+    """Guards the option for the colour, in files, arrays and 16-bit greys; the colour is part of identity (case 2)."""
+    clear = np.zeros((3, 3, 4), np.uint8)
+    wide = encode(Image.fromarray(np.array([[5, 20000]], np.uint16)), transparency=5)
+    for source in (clear, encode(Image.fromarray(clear)), Image.fromarray(clear), wide):
+        image = load_image(source, background=(10, 200, 30))
+        assert image.pixels[0, 0].tolist() == [10, 200, 30]
+        assert image.digest != load_image(source).digest
+    (several,) = load_images([clear], background=(10, 200, 30))
+    assert several.pixels[0, 0].tolist() == [10, 200, 30]
+    for colour in ((1, 2), (1, 2, 256), (-1, 0, 0), "red", None, 5):
+        with pytest.raises(InputError, match="background must be three numbers"):
+            load_image(clear, background=colour)  # type: ignore[arg-type]
+
+
 def test_half_alpha_mixes_with_white() -> None:
     """Guards the mixture itself: black at half alpha is middle grey."""
     grey = np.zeros((3, 3, 4), np.uint8)
@@ -249,6 +357,16 @@ def test_every_pillow_mode_loads_or_is_refused_clearly(mode: str) -> None:
         assert "PIL image" in str(error)
     else:
         assert image.pixels.shape == (4, 5, 3)
+
+
+def test_heic_photographs() -> None:
+    """Guards photographs of phones, where the package that reads them is installed."""
+    heif = pytest.importorskip("pillow_heif")
+    out = io.BytesIO()
+    heif.from_pillow(Image.new("RGB", (64, 48), (200, 60, 30))).save(out, quality=90)
+    image = load_image(out.getvalue())
+    assert (image.width, image.height) == (64, 48)
+    close(image.pixels, (200, 60, 30), 6)
 
 
 @pytest.mark.parametrize("format_", ["GIF", "PNG", "WEBP"])

@@ -4,193 +4,181 @@ same digest by every door.
 
 from __future__ import annotations
 
-import base64
-import io
-import os
-import re
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 
-from vlmfast.errors import ImageError, VLMFastError
-from vlmfast.image.guard import check_bytes, check_size
+from vlmfast.errors import ImageError, ImageLimitError, InputError
+from vlmfast.image.convert import WHITE, Colour, Pixels, rgb_of_array
+from vlmfast.image.decode import decode_bytes, decode_picture
+from vlmfast.image.guard import check_size
 from vlmfast.image.identity import pixel_digest
+from vlmfast.image.known import KnownPictures, PictureFacts, encoded_key, undecoded
+from vlmfast.image.sources import Encoded, EncodedSource, is_encoded_source, read_source, source_label
 from vlmfast.options import Limits
 from vlmfast.types import ImageInput
 
-ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Image.Image | npt.NDArray[Any] | ImageInput"
-"""A path, encoded bytes, a data URL, a PIL picture, a uint8 array [H, W], [H, W, 1|3|4], or a loaded picture."""
+ImageSource: TypeAlias = "EncodedSource | Image.Image | npt.NDArray[Any] | ImageInput | Any"
+"""What `load_image` takes. `Any` stands for torch tensors: their type is not imported here."""
 
-_DATA_URL = re.compile(r"data:(?P<mime>[^,]*?)(?P<base64>;base64)?,", re.IGNORECASE)
-_WHITE = (255, 255, 255)
+_CHANNELS = (1, 3, 4)
 
 
-def load_image(source: ImageSource, *, limits: Limits | None = None) -> ImageInput:
-    """Decodes a picture to upright RGB: EXIF orientation applied, alpha flattened on white, first frame of animations.
+def load_image(
+    source: ImageSource,
+    *,
+    limits: Limits | None = None,
+    background: Colour = WHITE,
+    known: KnownPictures | None = None,
+) -> ImageInput:
+    """A picture as upright RGB: EXIF orientation applied, alpha flattened, first frame of animations.
+
+    Args:
+        source: a path (text or `Path`), encoded bytes, a file object, a data URL, base64 text, a file://, http:// or
+            https:// URL; a PIL picture; a numpy array or torch tensor [H, W], [H, W, C] or [C, H, W] with C of 1, 3 or
+            4 (the last counts where both fit), uint8, uint16 or floats; or a loaded picture, which is returned as is.
+            Wide greys and floats become 8 bits by their range, see `vlmfast.image.convert.byte_values`.
+        limits: what it may cost and from where it may come.
+        background: what shows through transparent parts; white by default.
+        known: remembers encoded pictures; one that it knows is decoded only when the pixels are asked for.
 
     Raises:
         ImageError: the source is missing, no picture, damaged, or of a type that is not supported; it is named.
+        ImageFetchError: a URL that is not allowed or can not be fetched.
         ImageLimitError: it is beyond `limits`, checked from the header before decoding.
+        InputError: `background` is no colour.
+    """
+    return _load(source, limits or Limits(), _checked_colour(background), known)
+
+
+def load_images(
+    sources: Sequence[ImageSource],
+    *,
+    limits: Limits | None = None,
+    background: Colour = WHITE,
+    known: KnownPictures | None = None,
+) -> tuple[ImageInput, ...]:
+    """The pictures of one request, in order; together they keep to `max_images` and `max_decoded_bytes`.
+
+    Raises:
+        ImageError: as `load_image`, for the first that can not be used.
+        ImageLimitError: too many, or too large together; no picture beyond the limit is decoded.
     """
     limits = limits or Limits()
-    if isinstance(source, ImageInput):
-        return source
-    if isinstance(source, Image.Image):
-        check_size(source.width, source.height, "PIL image", limits)
-        with _damage_named("PIL image"):
-            return _from_pil(source, "PIL image")
-    if isinstance(source, np.ndarray):
-        return _from_array(source, limits)
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _from_bytes(bytes(source), "image bytes", limits)
-    if isinstance(source, str) and source[:5].lower() == "data:":
-        return _from_bytes(_data_url_bytes(source), "data URL", limits)
-    if isinstance(source, str) and re.match(r"[a-z][a-z0-9+.-]*://", source, re.IGNORECASE):
-        raise ImageError(f"{source}: fetching from URLs is not supported; download the file and give its path")
-    if isinstance(source, (str, os.PathLike)):
-        return _from_path(Path(source), limits)
-    raise ImageError(f"a picture can be a path, bytes, data URL, PIL image or numpy array, not {type(source).__name__}")
+    background = _checked_colour(background)
+    if len(sources) > limits.max_images:
+        raise ImageLimitError(
+            f"{len(sources)} pictures in one request, the limit is {limits.max_images}; raise Limits(max_images=...)"
+        )
+    loaded: list[ImageInput] = []
+    decoded_bytes = 0
+    for source in sources:
+        loaded.append(_load(source, limits, background, known, decoded_bytes))
+        decoded_bytes += loaded[-1].width * loaded[-1].height * 3
+    return tuple(loaded)
+
+
+def is_image_source(value: object) -> bool:
+    """Whether a value is one picture (of any kind that `load_image` takes) rather than several."""
+    return isinstance(value, (ImageInput, Image.Image, np.ndarray)) or is_encoded_source(value) or _is_tensor(value)
 
 
 def source_name(source: object, index: int) -> str:
     """How messages and result rows call a source that may not have loaded."""
     if isinstance(source, ImageInput):
         return source.name
-    if isinstance(source, (str, os.PathLike)) and str(source)[:5].lower() != "data:":
-        return str(source)
-    return f"{type(source).__name__} #{index}"
+    return source_label(source) or f"{type(source).__name__} #{index}"
 
 
-def _from_path(path: Path, limits: Limits) -> ImageInput:
-    name = str(path)
-    try:
-        if not path.is_file():
-            raise ImageError(f"{name}: {'is a folder' if path.is_dir() else 'no such file'}")
-        check_bytes(path.stat().st_size, name, limits)
-        data = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ImageError(f"{name}: can not be read: {reason}") from error
-    return _from_bytes(data, name, limits)
+def _load(
+    source: ImageSource, limits: Limits, background: Colour, known: KnownPictures | None, decoded_bytes: int = 0
+) -> ImageInput:
+    if isinstance(source, ImageInput):
+        check_size(source.width, source.height, source.name, limits, decoded_bytes=decoded_bytes)
+        return source
+    if isinstance(source, Image.Image):
+        name = "PIL image"
+        return _image(decode_picture(source, name, limits, background=background, decoded_bytes=decoded_bytes), name)
+    if is_encoded_source(source):
+        return _from_encoded(read_source(source, limits), limits, background, known, decoded_bytes)
+    if isinstance(source, np.ndarray):
+        return _from_array(source, "array", limits, background, decoded_bytes)
+    if _is_tensor(source):
+        return _from_array(_array_of_tensor(source), "tensor", limits, background, decoded_bytes)
+    raise ImageError(
+        "a picture can be a path, URL, bytes, file object, base64 text, PIL image, numpy array or torch tensor, "
+        f"not {type(source).__name__}"
+    )
 
 
-def _from_bytes(data: bytes, name: str, limits: Limits) -> ImageInput:
-    check_bytes(len(data), name, limits)
-    with _damage_named(name), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's size warning: our own limit decides
-        with _open(data) as picture:
-            check_size(picture.width, picture.height, name, limits)
-            picture.load()
-            return _from_pil(picture, name)
+def _from_encoded(
+    encoded: Encoded, limits: Limits, background: Colour, known: KnownPictures | None, decoded_bytes: int
+) -> ImageInput:
+    data, name = encoded.data, encoded.name
+
+    def decode() -> ImageInput:
+        pixels = decode_bytes(data, name, limits, background=background, decoded_bytes=decoded_bytes)
+        return _image(pixels, name)
+
+    if known is None:
+        return decode()
+    key = encoded_key(data, *background, limits.allow_truncated, *limits.formats)
+    facts = known.recall(key)
+    if facts is not None:
+        check_size(facts.width, facts.height, name, limits, decoded_bytes=decoded_bytes)
+        return undecoded(facts, name, decode)
+    image = decode()
+    known.remember(key, PictureFacts(digest=image.digest, width=image.width, height=image.height))
+    return image
 
 
-_lifting = threading.Lock()
-
-
-def _open(data: bytes) -> Image.Image:
-    """The picture of a file, its header read. Pillow's own size limit is lifted where it objects: ours decides."""
-    try:
-        return Image.open(io.BytesIO(data))
-    except Image.DecompressionBombError:
-        with _lifting:
-            theirs, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
-            try:
-                return Image.open(io.BytesIO(data))
-            finally:
-                Image.MAX_IMAGE_PIXELS = theirs
-
-
-@contextmanager
-def _damage_named(name: str) -> Iterator[None]:
-    """Turns whatever Pillow raises over a picture into an ImageError that names it."""
-    try:
-        yield
-    except VLMFastError:
-        raise
-    except UnidentifiedImageError as error:
-        raise ImageError(f"{name}: not a picture in a format that Pillow reads") from error
-    except Exception as error:
-        # Damaged files make Pillow's readers raise anything: OSError, SyntaxError, struct.error, KeyError, ...
-        raise ImageError(f"{name}: the picture is damaged, cut short or of an unusual mode ({error})") from error
-
-
-def _data_url_bytes(url: str) -> bytes:
-    match = _DATA_URL.match(url)
-    if match is None or not match["base64"]:
-        raise ImageError("data URL: must look like data:image/png;base64,...")
-    payload = "".join(url[match.end() :].split())
-    try:
-        return base64.b64decode(payload + "=" * (-len(payload) % 4), validate=True)
-    except ValueError as error:  # binascii.Error is one; characters beyond ASCII raise it plain
-        raise ImageError(f"data URL: not valid base64 ({error})") from error
-
-
-def _from_array(array: npt.NDArray[Any], limits: Limits) -> ImageInput:
-    name = f"array {list(array.shape)}"
-    if array.dtype != np.uint8:
-        raise ImageError(f"{name}: dtype must be uint8 with values 0-255, got {array.dtype}")
+def _from_array(
+    array: npt.NDArray[Any], kind: str, limits: Limits, background: Colour, decoded_bytes: int
+) -> ImageInput:
+    name = f"{kind} {list(array.shape)}"
+    if array.dtype.kind != "f" and array.dtype not in (np.uint8, np.uint16):
+        raise ImageError(
+            f"{name}: dtype must be uint8 (0-255), uint16 (0-65535) or a float type, got {array.dtype}; convert it"
+        )
     if array.ndim == 2:
         array = array[:, :, None]
-    if array.ndim != 3 or array.shape[2] not in (1, 3, 4):
-        raise ImageError(f"{name}: shape must be [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]")
-    check_size(array.shape[1], array.shape[0], name, limits)
-    pixels = np.ascontiguousarray(array)
-    return _from_pil(Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels), name)
+    elif array.ndim == 3 and array.shape[2] not in _CHANNELS and array.shape[0] in _CHANNELS:
+        array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in _CHANNELS:
+        raise ImageError(f"{name}: shape must be [H, W], [H, W, C] or [C, H, W] with C of 1, 3 or 4")
+    check_size(array.shape[1], array.shape[0], name, limits, decoded_bytes=decoded_bytes)
+    return _image(rgb_of_array(array, background), name)
 
 
-def _from_pil(picture: Image.Image, name: str) -> ImageInput:
-    pixels = np.array(_to_rgb(_upright(picture)), dtype=np.uint8)
-    pixels.flags.writeable = False
-    return ImageInput(pixels=pixels, digest=pixel_digest(pixels), name=name)
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # nobody holds a tensor of a torch that is not loaded
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
-def _upright(picture: Image.Image) -> Image.Image:
-    """Applies EXIF orientation; unreadable EXIF counts as none."""
+def _array_of_tensor(tensor: Any) -> npt.NDArray[Any]:
+    name = f"tensor {list(tensor.shape)}"
     try:
-        return ImageOps.exif_transpose(picture)
-    except Exception:
-        # Malformed EXIF raises anything from struct.error to SyntaxError in Pillow; the pixels are still good.
-        return picture
+        tensor = tensor.detach().cpu()
+        return np.asarray((tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy())
+    except Exception as error:  # sparse, meta and quantised tensors, each by another error
+        raise ImageError(f"{name}: can not become an array ({error})") from error
 
 
-def _to_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode == "RGB" and "transparency" not in picture.info:
-        return picture
-    if picture.mode in ("I", "F") or picture.mode.startswith("I;"):
-        return _to_grey8(picture).convert("RGB")
-    if picture.has_transparency_data:
-        layered = picture.convert("RGBA")
-        flat = Image.new("RGB", layered.size, _WHITE)
-        flat.paste(layered, mask=layered.getchannel("A"))
-        return flat
-    return picture.convert("RGB")
+def _image(pixels: Pixels, name: str) -> ImageInput:
+    pixels.flags.writeable = False
+    height, width, _ = pixels.shape
+    return ImageInput(width=width, height=height, digest=pixel_digest(pixels), name=name, source=pixels)
 
 
-def _to_grey8(picture: Image.Image) -> Image.Image:
-    """16-bit, 32-bit and float greys to 8 bits by value range: up to 1, up to 255, up to 65535, else min to max.
-
-    What is no number is as dark as the darkest; infinities are the ends of the range. A value that
-    is named transparent becomes white.
-    """
-    values = np.asarray(picture).astype(np.float64)
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 0.0)
-    values = np.nan_to_num(values, nan=low, posinf=high, neginf=low)
-    grey = values
-    if low < 0 or high > 65535:
-        grey = (values - low) / max(high - low, 1e-12) * 255
-    elif picture.mode.startswith("I;16") or high > 255:
-        grey = values / 257
-    elif picture.mode == "F" and high <= 1:
-        grey = values * 255
-    transparent = picture.info.get("transparency")
-    if isinstance(transparent, int):
-        grey = np.where(values == transparent, 255, grey)
-    return Image.fromarray(np.rint(grey).astype(np.uint8))
+def _checked_colour(colour: Iterable[int]) -> Colour:
+    try:
+        red, green, blue = (int(value) for value in colour)
+        if all(0 <= value <= 255 for value in (red, green, blue)):
+            return red, green, blue
+    except (TypeError, ValueError):
+        pass
+    raise InputError(f"background must be three numbers from 0 to 255 (red, green, blue), got {colour!r}")

@@ -1,0 +1,57 @@
+"""Which of the sizes that a model can see a picture at is used: by the caller's word, or by what the picture shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vlmfast.errors import OptionError
+from vlmfast.image.complexity import detail_lost
+from vlmfast.options import Resolution
+from vlmfast.types import ImageInput
+from vlmfast_models.geometry import TilePlan
+
+LOSS_ALLOWED = 0.075
+"""Share of local contrast that "auto" lets the worst blocks of a picture lose.
+
+On generated scenes 95 % of the printed pages and signs lose more when their side is halved. Of the other scenes, on
+plain, textured and photographic backgrounds, 90 % or more lose less."""
+
+
+def choose_plan(
+    image: ImageInput, plans: Sequence[TilePlan], resolution: Resolution, max_pixels: int | None = None
+) -> TilePlan:
+    """One of a picture's plans.
+
+    Args:
+        plans: from the lowest to the checkpoint's own resolution.
+        resolution: "low", "high", "auto", or the most tiles that may be encoded, the global frame included.
+        max_pixels: most pixels (width times height, in whole tiles) that a plan may cut into tiles.
+
+    Raises:
+        OptionError: even the lowest plan has more tiles or pixels.
+    """
+    allowed = [plan for plan in plans if max_pixels is None or plan.canvas[0] * plan.canvas[1] <= max_pixels]
+    if not allowed:
+        width, height = plans[0].canvas
+        raise OptionError(
+            f"max_pixels is {max_pixels}; this model sees {image.name} at {width}x{height} pixels at least"
+        )
+    if resolution == "low":
+        return allowed[0]
+    if resolution == "high":
+        return allowed[-1]
+    if resolution == "auto":
+        return _sufficient(image, allowed)
+    affordable = [plan for plan in allowed if plan.num_tiles <= resolution]
+    if not affordable:
+        raise OptionError(f"resolution is {resolution} tiles; this model needs {allowed[0].num_tiles} for {image.name}")
+    return affordable[-1]
+
+
+def _sufficient(image: ImageInput, plans: Sequence[TilePlan]) -> TilePlan:
+    """The lowest plan at which the picture loses little."""
+    smaller, full = plans[:-1], plans[-1]
+    if not smaller:
+        return full
+    losses = detail_lost(image.pixels, full.resized, [plan.resized for plan in smaller])
+    return next((plan for plan, loss in zip(smaller, losses, strict=True) if loss <= LOSS_ALLOWED), full)
