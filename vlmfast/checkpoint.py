@@ -90,7 +90,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     with _values_checked(folder / "config.json"):
         config = ModelConfig.from_hf(_with_defaults(folder, raw))
     with _values_checked(folder / "preprocessor_config.json"):
-        preprocess = PreprocessConfig.from_hf(_preprocessor(folder))
+        preprocess = PreprocessConfig.from_hf(_preprocessor(folder), model_type=model_type)
     tokenizer = _tokenizer(folder)
     _check_parts_agree(folder, config, preprocess, tokenizer, network.image_token)
     return Checkpoint(
@@ -171,6 +171,8 @@ def _check_parts_agree(
             f"{folder}: the preprocessor cuts tiles of {preprocess.tile_size} pixels, the vision tower takes "
             f"{config.vision.image_size}"
         )
+    if preprocess.pinpoints != config.pinpoints:
+        raise ConfigError(f"{folder}: image_grid_pinpoints of the preprocessor and of config.json differ")
     token_id = tokenizer.get_added_vocab().get(image_token)
     if token_id != config.image_token_id:
         raise ConfigError(
@@ -216,6 +218,10 @@ def _chat_template(folder: Path, tokenizer: Any) -> str:
     if (folder / "chat_template.json").is_file():
         return str(_read_json(folder, "chat_template.json").get("chat_template", ""))
     template = tokenizer.chat_template
+    if (folder / "processor_config.json").is_file():
+        template = _read_json(folder, "processor_config.json").get("chat_template") or template
+    if isinstance(template, dict):
+        template = template.get("default")
     if not isinstance(template, str):
         raise ConfigError(f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     return template

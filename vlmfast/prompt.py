@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vlmfast.errors import ConfigError, InputError
@@ -12,16 +13,35 @@ from vlmfast.types import ImageInput
 from vlmfast_models.geometry import TilePlan
 
 _GUARDS = tuple(chr(code) for code in range(0xE000, 0xE100))
-"""Private-use characters; one that occurs in no text of the conversation marks typed special tokens."""
+"""Private-use characters that occur in no text of the conversation: one marks typed special tokens, one stands for the
+answers whose tokens are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn: a role ("system", "user", "assistant"), its pictures, then its text."""
+    """One turn: a role ("system", "user", "assistant"), its pictures, then its text. `mixed` makes other orders."""
 
     role: str
     text: str
     images: tuple[ImageInput, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    """Of an answer: the tokens that it was generated as, which need not be those its text is split into. Where the
+    template writes the text as it is, the prompt repeats them, and so begins with all that was computed before."""
+    parts: tuple[str | ImageInput, ...] = ()
+    """Pieces of text and pictures where they are mixed; `text` and `images` hold the same."""
+
+    @classmethod
+    def mixed(cls, role: str, parts: Iterable[str | ImageInput]) -> Message:
+        """A turn of text and pictures in this order."""
+        pieces: list[str | ImageInput] = []
+        for part in parts:
+            if isinstance(part, str) and pieces and isinstance(pieces[-1], str):
+                pieces[-1] += part  # one text, so that no special token is put together from two
+            else:
+                pieces.append(part)
+        text = "".join(part for part in pieces if isinstance(part, str))
+        images = tuple(part for part in pieces if not isinstance(part, str))
+        return cls(role=role, text=text, images=images, parts=tuple(pieces))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +52,18 @@ class ImageSpan:
     end: int
     digest: str
     plan: TilePlan
+    key: str = ""
+    """What the picture's visual tokens follow from, in hex: spans of one key have the same keys and values in one
+    context. Empty: known by nothing, never reused."""
+    reduce_id: str = ""
+    """How its visual tokens were cut down (`vlmfast.prune.counts.reduce_id`); empty when they are whole."""
+    counts: tuple[int, ...] | None = None
+    """Tokens that were left of each run of `plan.runs`; None when they are whole."""
+
+    @property
+    def num_visual_tokens(self) -> int:
+        """Visual tokens in the prompt."""
+        return self.plan.n_tokens if self.counts is None else sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +75,7 @@ class Prompt:
 
     @property
     def num_visual_tokens(self) -> int:
-        return sum(span.plan.n_tokens for span in self.spans)
+        return sum(span.num_visual_tokens for span in self.spans)
 
 
 class PromptBuilder:
@@ -64,83 +96,155 @@ class PromptBuilder:
         added = tokenizer.get_added_vocab()
         if image_token not in added:
             raise ConfigError(f"the tokenizer has no '{image_token}' token")
-        self._added: dict[str, int] = dict(added)
-        longest_first = sorted(self._added, key=len, reverse=True)
-        self._added_pattern = re.compile("|".join(re.escape(token) for token in longest_first))
+        any_added = "|".join(re.escape(token) for token in added if len(token) > 1)
+        self._begins_added = re.compile(f"(?=(?:{any_added}))(.)", re.DOTALL)
+        bos = tokenizer.bos_token_id
+        self._bos = [bos] if bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos] else []
+        self._anchor = len(tokenizer.encode(image_token, add_special_tokens=False))
+        self._takes_parts = self._template_takes_parts()
 
-    def build(self, messages: SequenceOf[Message], plans: SequenceOf[TilePlan]) -> Prompt:
+    def build(
+        self, messages: SequenceOf[Message], plans: SequenceOf[TilePlan], keys: SequenceOf[str] | None = None
+    ) -> Prompt:
         """The prompt of a conversation, ending where the assistant's next turn begins.
 
-        `plans` holds one plan for each picture of the messages, in order. A special token that a user typed stays
-        text: it is split inside, so that no tokenizer rule can join it.
+        `plans` (and `keys`) hold one for each picture of the messages, in order. A special token that a user typed
+        stays text: it is split inside, so that no tokenizer rule can join it.
+
+        The tokenizer's beginning-of-text token comes first, as the checkpoint's own processor has it, unless the
+        template writes it.
 
         Raises:
             InputError: the template wrote another number of pictures than there are.
         """
         images = [image for message in messages for image in message.images]
-        guard = self._guard(messages)
-        rendered = self._render(messages, guard)
-        pieces = rendered.split(self._image_token)
-        if len(pieces) - 1 != len(images) or len(plans) != len(images):
-            raise InputError(
-                f"the chat template made room for {len(pieces) - 1} pictures, {len(images)} were given; "
-                "this model may take fewer"
-            )
-        ids: list[int] = []
+        guard, slot = self._guards(messages)
+        rendered, answers = self._with_slots(messages, self._render(messages, guard), guard, slot)
+        placeholders = [self._placeholder(plan) for plan in plans]
+        pieces = self._around_pictures(rendered, placeholders)
+        ids = [] if self._bos and rendered.startswith(self._tokenizer.bos_token) else list(self._bos)
         spans: list[ImageSpan] = []
-        text = pieces[0]
-        # A placeholder begins and ends with special tokens, so text on its two sides is tokenized apart anyway.
-        for image, plan, following in zip(images, plans, pieces[1:], strict=True):
-            ids += self._encode(text, guard)
+
+        def encode(text: str, *, start: bool = False) -> list[int]:
+            first, *others = text.split(slot)
+            return self._encode(first, guard, start=start) + [
+                token for part in others for token in (*next(answers), *self._encode(part, guard))
+            ]
+
+        ids += encode(pieces[0], start=True)
+        keys = keys or [""] * len(images)
+        spanned = zip(images, plans, keys, placeholders, pieces[1:], strict=True)
+        for image, plan, key, placeholder, following in spanned:
             start = len(ids)
-            ids += self._encode(self._placeholder(plan), guard)
-            spans.append(ImageSpan(start=start, end=len(ids), digest=image.digest, plan=plan))
-            text = following
-        ids += self._encode(text, guard)
+            ids += encode(placeholder)
+            spans.append(ImageSpan(start=start, end=len(ids), digest=image.digest, plan=plan, key=key))
+            ids += encode(following)
         return Prompt(ids=tuple(ids), spans=tuple(spans))
 
-    def _guard(self, messages: SequenceOf[Message]) -> str:
-        for guard in _GUARDS:
-            if all(guard not in message.text for message in messages):
-                return guard
-        raise InputError("the text uses every private-use character from U+E000 to U+E0FF; remove one of them")
-
-    def _render(self, messages: SequenceOf[Message], guard: str) -> str:
-        def guarded(text: str) -> str:
-            return self._added_pattern.sub(lambda match: match[0][0] + guard + match[0][1:], text)
-
-        conversation = [
-            {
-                "role": message.role,
-                "content": [
-                    *({"type": "image"} for _ in message.images),
-                    *([{"type": "text", "text": guarded(message.text)}] if message.text or not message.images else []),
-                ],
-            }
-            for message in messages
-        ]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
-                )
+    def _around_pictures(self, rendered: str, placeholders: list[str]) -> list[str]:
+        """The text around the pictures, each of which is one image token or, where the template wrote it, the whole
+        placeholder."""
+        pieces = rendered.split(self._image_token)
+        if len(pieces) - 1 == len(placeholders):
+            return pieces
+        whole, rest = [], rendered
+        for placeholder in placeholders:
+            before, found, rest = rest.partition(placeholder)
+            whole.append(before if found else self._image_token)
+        whole.append(rest)
+        if any(self._image_token in piece for piece in whole):
+            raise InputError(
+                f"the chat template made room for {len(pieces) - 1} pictures, {len(placeholders)} were given; "
+                "this model may take fewer"
             )
+        return whole
+
+    def _guards(self, messages: SequenceOf[Message]) -> tuple[str, str]:
+        free = [guard for guard in _GUARDS if all(guard not in message.text for message in messages)]
+        if len(free) < 2:
+            raise InputError("the text uses every private-use character from U+E000 to U+E0FF; remove two of them")
+        return free[0], free[1]
+
+    def _with_slots(
+        self, messages: SequenceOf[Message], rendered: str, guard: str, slot: str
+    ) -> tuple[str, Iterator[tuple[int, ...]]]:
+        """The rendered text with a slot in place of each answer whose tokens are known, and these tokens in order.
+
+        Without slots where the template writes an answer otherwise than it was generated: cut, or not directly after
+        what it opens a turn with. White space in between was generated, or the template alone wants it.
+        """
+        generated = [message for message in messages if message.token_ids]
+        unchanged = rendered, iter(())
+        if not generated:
+            return unchanged
+        marked = self._render([replace(one, text=slot) if one.token_ids else one for one in messages], guard)
+        first, *others = marked.split(slot)
+        texts = [self._guarded(message.text, guard) for message in generated]
+        if len(others) != len(texts) or rendered != first + "".join(
+            text + piece for text, piece in zip(texts, others, strict=True)
+        ):
+            return unchanged
+        opening = self._opening(messages, guard)
+        pieces = [first, *others]
+        for index, piece in enumerate(pieces[:-1]):
+            end = piece.rfind(opening) + len(opening)
+            if not opening or opening not in piece or piece[end:].strip():
+                return unchanged
+            pieces[index] = piece[:end]
+        return slot.join(pieces), iter([message.token_ids for message in generated])
+
+    def _opening(self, messages: SequenceOf[Message], guard: str) -> str:
+        """What the template ends a prompt with for the assistant to go on."""
+        asked, opened = (self._render(messages, guard, generate=generate) for generate in (False, True))
+        return opened[len(asked) :] if opened.startswith(asked) else ""
+
+    def _guarded(self, text: str, guard: str) -> str:
+        return self._begins_added.sub(rf"\1{guard}", text)
+
+    def _render(self, messages: SequenceOf[Message], guard: str, *, generate: bool = True) -> str:
+        conversation = [{"role": message.role, "content": self._content(message, guard)} for message in messages]
+        try:
+            return self._apply(conversation, generate=generate)
         except Exception as error:  # a template is a program, and may raise anything
             raise InputError(f"the checkpoint's chat template refuses this conversation: {error}") from error
 
-    def _encode(self, text: str, guard: str) -> list[int]:
-        """Token ids of template text: added tokens by their id, what lies between them by the tokenizer."""
-        ids: list[int] = []
-        position = 0
-        for match in self._added_pattern.finditer(text):
-            ids += self._encode_plain(text[position : match.start()], guard)
-            ids.append(self._added[match[0]])
-            position = match.end()
-        return ids + self._encode_plain(text[position:], guard)
+    def _content(self, message: Message, guard: str) -> list[dict[str, str]] | str:
+        """What a template gets of a turn: its parts or, if it takes one string, that, with each picture on a line."""
+        parts = message.parts or (*message.images, *([message.text] if message.text or not message.images else []))
+        texts = [self._guarded(part, guard) if isinstance(part, str) else None for part in parts]
+        if self._takes_parts:
+            return [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
+        return "".join(f"{self._image_token}\n" if text is None else text for text in texts)
 
-    def _encode_plain(self, text: str, guard: str) -> list[int]:
+    def _apply(self, conversation: list[dict[str, Any]], *, generate: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                conversation, chat_template=self._template, tokenize=False, add_generation_prompt=generate
+            )
+        )
+
+    def _template_takes_parts(self) -> bool:
+        """Whether a turn's content is a list of parts to this template, not a string as to those of text models."""
+
+        def shown(content: list[dict[str, str]] | str) -> str:
+            try:
+                return self._apply([{"role": "user", "content": content}], generate=False)
+            except Exception:  # a template is a program, and may raise anything
+                return ""
+
+        as_parts = shown([{"type": "text", "text": "x"}])
+        return "'type'" not in as_parts and bool(as_parts or not shown("x"))
+
+    def _encode(self, text: str, guard: str, *, start: bool = False) -> list[int]:
+        """Token ids of template text, cut at guards. `start`: nothing but the beginning-of-text token comes before.
+
+        Some tokenizers put a space before the first word of what they are given: text that follows something is given
+        to them behind an image token.
+        """
         ids: list[int] = []
-        for part in text.split(guard):
-            if part:
+        for index, part in enumerate(text.split(guard)):
+            if part and start and index == 0:
                 ids += self._tokenizer.encode(part, add_special_tokens=False)
+            elif part:
+                ids += self._tokenizer.encode(self._image_token + part, add_special_tokens=False)[self._anchor :]
         return ids

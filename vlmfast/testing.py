@@ -6,6 +6,8 @@ transformers writes the folder, which keeps the files honest.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,19 +24,51 @@ CHAT_TEMPLATE = (
 )
 """One turn a line, in the manner of SmolVLM's template."""
 
+VICUNA_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper }}: "
+    "{% for part in message['content'] %}"
+    "{{ '<image>\n' if part['type'] == 'image' else part['text'] + ' ' }}"
+    "{% endfor %}{% if message['role'] == 'assistant' %}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""In the manner of LLaVA-1.5's template; the tokenizer puts the beginning-of-text token before it."""
+
+MISTRAL_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ message['content'][0]['text'] }}</s>"
+    "{% else %}[INST] {% for part in message['content'] %}"
+    "{{ '<image>\n' if part['type'] == 'image' else part['text'] }}"
+    "{% endfor %} [/INST]{% endif %}{% endfor %}"
+)
+"""In the manner of LLaVA-1.6's templates for Mistral."""
+
+_PREFIXES = {
+    "idefics3": "Idefics3",
+    "smolvlm": "SmolVLM",
+    "llava": "Llava",
+    "llava_next": "LlavaNext",
+    "llava_onevision": "LlavaOnevision",
+}
+"""How transformers' classes of a family begin."""
+_TEMPLATES = {"llava": VICUNA_TEMPLATE, "llava_next": MISTRAL_TEMPLATE}
 _MAX_GRID = 6
 _TEXT = "The quick brown fox jumps over a lazy dog. What is in the picture? There is a red circle. User: Assistant: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a random Idefics3 checkpoint; the defaults are tiny."""
+    """What a random checkpoint is like; the defaults are a tiny Idefics3."""
 
+    model_type: str = "idefics3"
+    """One of vlmfast's families."""
     image_size: int = 32
     patch_size: int = 4
     scale_factor: int = 2
+    """Idefics3 only."""
     longest_edge: int = 64
-    vision: dict[str, int] = field(
+    """Idefics3 only."""
+    pinpoints: tuple[tuple[int, int], ...] = ()
+    """LLaVA-NeXT and LLaVA-OneVision only: canvases as (height, width), as their files have them."""
+    vision: dict[str, Any] = field(
         default_factory=lambda: {
             "hidden_size": 48,
             "intermediate_size": 80,
@@ -42,7 +76,7 @@ class Shape:
             "num_attention_heads": 3,
         }
     )
-    text: dict[str, int] = field(
+    text: dict[str, Any] = field(
         default_factory=lambda: {
             "hidden_size": 64,
             "intermediate_size": 96,
@@ -53,6 +87,10 @@ class Shape:
             "max_position_embeddings": 2048,
         }
     )
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further entries of config.json, for example vision_feature_layer."""
+    preprocessor: dict[str, Any] = field(default_factory=dict)
+    """Further settings of the image processor."""
     vocab_size: int = 512
     tied: bool = False
     do_image_splitting: bool = True
@@ -81,6 +119,40 @@ SMOLVLM_256M = Shape(
 """The sizes of HuggingFaceTB/SmolVLM-256M-Instruct."""
 
 
+_TINY_VISION = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 3}
+_TINY_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+_PINPOINTS = ((28, 56), (56, 28), (56, 56), (84, 28), (28, 84))
+
+TINY_SHAPES = {
+    "idefics3": Shape(),
+    "smolvlm": Shape(model_type="smolvlm"),
+    "llava": Shape(model_type="llava", image_size=28, vision=_TINY_VISION, text=_TINY_TEXT),
+    "llava_next": Shape(
+        model_type="llava_next",
+        image_size=28,
+        pinpoints=_PINPOINTS,
+        vision=_TINY_VISION,
+        text={**_TINY_TEXT, "model_type": "mistral", "sliding_window": None},
+    ),
+    "llava_onevision": Shape(
+        model_type="llava_onevision",
+        image_size=30,  # the tower does not see the last two pixels, as in the checkpoints on the hub
+        pinpoints=tuple((30 * rows, 30 * cols) for rows in range(1, 7) for cols in range(1, 7)),
+        vision=_TINY_VISION,
+        text={**_TINY_TEXT, "model_type": "qwen2"},
+        more={"vision_aspect_ratio": "anyres_max_9"},
+    ),
+}
+"""A tiny checkpoint of every family by its model_type."""
+
+
 def random_checkpoint(
     folder: str | Path,
     shape: Shape | None = None,
@@ -89,54 +161,90 @@ def random_checkpoint(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
 ) -> Path:
-    """Writes a random Idefics3 checkpoint to `folder` and returns it."""
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
-
-    try:
-        from transformers import Idefics3ImageProcessorPil as ImageProcessor
-    except ImportError:  # older transformers: one class, which runs on Pillow
-        from transformers import Idefics3ImageProcessor as ImageProcessor
+    """Writes a random checkpoint to `folder` and returns it; a tiny Idefics3 by default."""
+    import transformers
 
     shape = shape or Shape()
     folder = Path(folder)
-    tokenizer = _tokenizer(shape.vocab_size)
-    image_processor = ImageProcessor(
+    llava = shape.model_type.startswith("llava")
+    spelled = _LLAMA_TOKENS if shape.model_type in _TEMPLATES else _CHAT_TOKENS
+    tokenizer = _tokenizer(shape.vocab_size, spelled)
+    prefix = _PREFIXES[shape.model_type]
+    eos = tokenizer.eos_token_id
+    config = getattr(transformers, f"{prefix}Config")(
+        vision_config={
+            **({"model_type": _tower(shape)} if llava else {}),
+            **shape.vision,
+            "image_size": shape.image_size,
+            "patch_size": shape.patch_size,
+            "initializer_range": shape.initializer_range,
+        },
+        text_config={
+            "model_type": "llama",
+            **shape.text,
+            "vocab_size": shape.vocab_size,
+            "eos_token_id": eos,
+            "initializer_range": shape.initializer_range,
+        },
+        **({"image_grid_pinpoints": [list(pair) for pair in shape.pinpoints]} if shape.pinpoints else {}),
+        **({} if llava else {"scale_factor": shape.scale_factor}),
+        **{"image_token_index" if llava else "image_token_id": tokenizer.convert_tokens_to_ids("<image>")},
+        **shape.more,
+        tie_word_embeddings=shape.tied,
+    )
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).to(dtype)
+    _fill(model, shape.initializer_range, seed)
+    model.generation_config.eos_token_id = eos
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    (_save_llava_processor if llava else _save_idefics3_processor)(folder, shape, tokenizer, prefix)
+    return folder
+
+
+def _tower(shape: Shape) -> str:
+    return "siglip_vision_model" if shape.model_type == "llava_onevision" else "clip_vision_model"
+
+
+def _image_processor(prefix: str, **settings: Any) -> Any:
+    """transformers' image processor that runs on Pillow (the only one in older versions)."""
+    import transformers
+
+    name = f"{prefix}ImageProcessor"
+    return (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name))(**settings)
+
+
+def _save_idefics3_processor(folder: Path, shape: Shape, tokenizer: Any, prefix: str) -> None:
+    """SmolVLM's own processor needs torchvision; Idefics3's writes the same files."""
+    from transformers import Idefics3Processor
+
+    image_processor = _image_processor(
+        "Idefics3",
         size={"longest_edge": shape.longest_edge},
         max_image_size={"longest_edge": shape.image_size},
         do_image_splitting=shape.do_image_splitting,
         image_mean=[0.5] * 3,
         image_std=[0.5] * 3,
+        **shape.preprocessor,
     )
     tokens_per_tile = (shape.image_size // shape.patch_size // shape.scale_factor) ** 2
     processor = Idefics3Processor(
         image_processor, tokenizer, image_seq_len=tokens_per_tile, chat_template=CHAT_TEMPLATE
     )
-    eos = tokenizer.convert_tokens_to_ids("<end_of_utterance>")
-    config = Idefics3Config(
-        vision_config=dict(
-            shape.vision,
-            image_size=shape.image_size,
-            patch_size=shape.patch_size,
-            initializer_range=shape.initializer_range,
-        ),
-        text_config=dict(
-            shape.text,
-            model_type="llama",
-            vocab_size=shape.vocab_size,
-            eos_token_id=eos,
-            initializer_range=shape.initializer_range,
-        ),
-        scale_factor=shape.scale_factor,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        tie_word_embeddings=shape.tied,
-    )
-    torch.manual_seed(seed)
-    model = Idefics3ForConditionalGeneration(config).to(dtype)
-    _fill(model, shape.initializer_range, seed)
-    model.generation_config.eos_token_id = eos
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
     processor.save_pretrained(folder)
-    return folder
+
+
+def _save_llava_processor(folder: Path, shape: Shape, tokenizer: Any, prefix: str) -> None:
+    """The processor's parts, one by one: LLaVA-OneVision's own needs torchvision."""
+    side = {"height": shape.image_size, "width": shape.image_size}
+    settings: dict[str, Any] = {"size": side}
+    if shape.model_type != "llava_onevision":
+        settings = {"size": {"shortest_edge": shape.image_size}, "crop_size": side}
+    if shape.pinpoints:
+        settings["image_grid_pinpoints"] = [list(pair) for pair in shape.pinpoints]
+    _image_processor(prefix, **{**settings, **shape.preprocessor}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    template = _TEMPLATES.get(shape.model_type, CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def _fill(model: torch.nn.Module, std: float, seed: int) -> None:
@@ -148,27 +256,55 @@ def _fill(model: torch.nn.Module, std: float, seed: int) -> None:
             parameter.copy_(noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0))
 
 
-def _tokenizer(vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer with the family's special tokens, filled up to `vocab_size` entries."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+_CHAT_TOKENS = ("<|im_start|>", "<|endoftext|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>")
+_LLAMA_TOKENS = ("<unk>", "<s>", "</s>", "<image>")
+
+
+def _tokenizer(vocab_size: int, special: Sequence[str]) -> Any:
+    """A BPE tokenizer with these special tokens, filled up to `vocab_size` entries.
+
+    Byte-level like GPT-2's, or, with `_LLAMA_TOKENS`, like Llama's: spaces as "▁" (one before the text), unknown
+    characters as bytes, and a beginning-of-text token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<|im_start|>", "<|endoftext|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>"]
-    places = ["<global-img>"]
-    places += [f"<row_{row}_col_{col}>" for row in range(1, _MAX_GRID + 1) for col in range(1, _MAX_GRID + 1)]
+    like_llama = special is _LLAMA_TOKENS
+    places: list[str] = []
+    if not like_llama:
+        places = ["<global-img>"]
+        places += [f"<row_{row}_col_{col}>" for row in range(1, _MAX_GRID + 1) for col in range(1, _MAX_GRID + 1)]
+    spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = spaces if like_llama else pre_tokenizers.ByteLevel(add_prefix_space=False)
+    reserved = 256 + len(special) if like_llama else len(special) + len(places)
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, 512) - len(special) - len(places),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=min(vocab_size, 512) - reserved,
+        initial_alphabet=[] if like_llama else pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([_TEXT] * 4, trainer)
-    tokenizer.add_special_tokens(special)
+    if like_llama:
+        learnt = json.loads(tokenizer.to_str())["model"]
+        tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *learnt["vocab"]]
+        tokenizer.model = models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(pair) for pair in learnt["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", special.index("<s>"))]
+        )
+    else:
+        tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(special))
     tokenizer.add_tokens(places)
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([f"<unused_{index}>" for index in range(missing)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<|im_start|>", eos_token="<end_of_utterance>", pad_token="<|endoftext|>"
-    )
+    bos, eos, pad = ("<s>", "</s>", "<unk>") if like_llama else ("<|im_start|>", "<end_of_utterance>", "<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad)

@@ -26,6 +26,8 @@ class VisionFeatures:
     tokens: Tensor
     """[N, E] in the run's dtype, with N == plan.n_tokens."""
     plan: TilePlan
+    saliency: Tensor | None = None
+    """float32 [N]: the attention that each token received in the tower; None where it was not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

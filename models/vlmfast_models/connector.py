@@ -1,4 +1,7 @@
-"""From patch features to the decoder's width: pixel shuffle and one linear layer (Idefics3, arXiv 2408.12637)."""
+"""From patch features to the decoder's width.
+
+Pixel shuffle and one linear layer (Idefics3, arXiv 2408.12637), or two linear layers (LLaVA-1.5, arXiv 2310.03744).
+"""
 
 from __future__ import annotations
 
@@ -26,3 +29,20 @@ class PixelShuffleConnector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(pixel_shuffle(x, self.scale_factor))
+
+    def sum_scores(self, scores: Tensor) -> Tensor:
+        """Scores of patches [P, N] -> of the tokens they become [P, N / s^2]: a token has what its patches have."""
+        return pixel_shuffle(scores[..., None], self.scale_factor).sum(-1)
+
+
+class MLPConnector(nn.Module):
+    """Patch features [P, N, Ev] -> visual tokens [P, N, E]."""
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        super().__init__()
+        width = config.output_size
+        self.fc1 = Linear(config.input_size, width, bias=config.bias, activation=config.activation)
+        self.fc2 = Linear(width, width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x))

@@ -6,16 +6,26 @@ known to the `Attention` that the caller passes in. The decoder owns no cache an
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from collections.abc import Iterable, Sequence
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from vlmfast_kernels.cpu.step import DecoderStep, PageRows, why_not_step
 from vlmfast_kernels.ops.activation import silu_mul
-from vlmfast_kernels.ops.rope import rope_table, rotate
+from vlmfast_kernels.ops.rope import (
+    llama3_frequencies,
+    rope_frequencies,
+    rope_table,
+    rotate,
+    yarn_frequencies,
+)
 from vlmfast_models.config import TextConfig
 from vlmfast_models.errors import ConfigError
 from vlmfast_models.layers import Linear, RMSNorm
+from vlmfast_models.rope import RopeConfig
+from vlmfast_models.step import build_step
 
 
 class Attention(Protocol):
@@ -23,6 +33,16 @@ class Attention(Protocol):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Stores key and value [T, G, D] and returns the attended values [T, H, D] of query [T, H, D]."""
+        ...
+
+
+@runtime_checkable
+class PagedAttention(Attention, Protocol):
+    """Attention that is plainly causal over pages; the compiled step then computes it itself."""
+
+    @property
+    def causal_pages(self) -> Sequence[PageRows]:
+        """The pages that the rows continue, in order; their lengths grow as if `attend` had been called."""
         ...
 
 
@@ -36,7 +56,9 @@ class DecoderLayer(nn.Module):
         kv_size = config.num_kv_heads * config.head_dim
         self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.qkv = Linear(config.hidden_size, query_size + 2 * kv_size, bias=config.attention_bias)
-        self.out = Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.out = Linear(query_size, config.hidden_size, bias=config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
@@ -47,13 +69,26 @@ class DecoderLayer(nn.Module):
         weight = self.attn_norm.weight
         self._rotate = rotate.resolve(weight.device, weight.dtype)
         self._silu_mul = silu_mul.resolve(weight.device, weight.dtype)
-        for part in (self.attn_norm, self.qkv, self.out, self.mlp_norm, self.gate_up, self.down):
-            part.prepare()
+        for part in (
+            self.attn_norm,
+            self.qkv,
+            self.q_norm,
+            self.k_norm,
+            self.out,
+            self.mlp_norm,
+            self.gate_up,
+            self.down,
+        ):
+            if part is not None:
+                part.prepare()
         self._bind()
 
     def _bind(self) -> None:
         """Keeps the parts' functions at hand: a token passes six of them a layer, and `nn.Module` calls are slow."""
         self._norms = self.attn_norm.bound(), self.mlp_norm.bound()
+        self._head_norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            self._head_norms = self.q_norm.bound(), self.k_norm.bound()
         self._linears = self.qkv.bound(), self.out.bound(), self.gate_up.bound(), self.down.bound()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
@@ -63,7 +98,11 @@ class DecoderLayer(nn.Module):
         num_tokens = x.shape[0]
         heads = qkv(attn_norm(x), None).view(num_tokens, -1, config.head_dim)  # [T, H + 2G, D]
         split = config.num_heads + config.num_kv_heads
-        turned = self._rotate(heads[:, :split], cos, sin)
+        turning = heads[:, :split]
+        if self._head_norms is not None:
+            q_norm, k_norm = self._head_norms
+            turning = torch.cat((q_norm(turning[:, : config.num_heads]), k_norm(turning[:, config.num_heads :])), 1)
+        turned = self._rotate(turning, cos, sin)
         mixed = attention.attend(layer, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:])
         x = out(mixed.reshape(num_tokens, -1), x)
         return down(self._silu_mul(gate_up(mlp_norm(x), None)), x)
@@ -81,13 +120,46 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.int8 = False
+        """Whether `prepare` quantises the linear layers, the head among them; the embeddings never are."""
         self._rope: tuple[Tensor, Tensor] | None = None
+        self._step: DecoderStep | None = None
         self.tie()
 
     def tie(self) -> None:
         """Makes the head read the embedding table where the checkpoint shares them; needed again after allocation."""
         if self.config.tie_embeddings:
             self.head.weight = cast(nn.Parameter, self.embed_tokens.weight)
+
+    def prepare(self) -> None:
+        """Builds the compiled step where it can run; comes before its parts are prepared."""
+        weight, config = self.norm.weight, self.config
+        if self._step is not None:
+            return
+        if not why_not_step(weight.device, weight.dtype, config.head_dim):
+            frequencies = rotary_frequencies(config.rope, config.head_dim, weight.device)
+            cos, signed_sin = rope_table(config.max_positions, frequencies, config.rope.magnitude)
+            half = config.head_dim // 2
+            self._step = build_step(self, (cos[:, half:], signed_sin[:, half:]), int8=self.int8)
+        elif self.int8:
+            for layer in self.decoder_layers():
+                for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                    linear.round_to_int8()
+            self.head.round_to_int8()
+
+    def decoder_layers(self) -> Iterable[DecoderLayer]:
+        """The layers, in order."""
+        return cast(Iterable[DecoderLayer], self.layers)
+
+    def explain(self) -> str:
+        """What the layers run on, and why not the compiled step."""
+        weight = self.norm.weight
+        kind = "int8" if self.int8 else str(weight.dtype).removeprefix("torch.")
+        reason = why_not_step(weight.device, weight.dtype, self.config.head_dim)
+        if not reason:
+            return f"decoder: compiled step, {kind} weights: chosen"
+        rounded = ", its weights rounded to int8 without gain" if self.int8 else ""
+        return f"decoder: compiled step: {reason}\ndecoder: layer by layer{rounded}: chosen"
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings of token ids, [T] -> [T, E]."""
@@ -104,8 +176,13 @@ class Decoder(nn.Module):
         """Hidden states [T, E] through layers first_layer .. last_layer - 1 (default: all that are left).
 
         positions is int64 [T], each below the configuration's `max_positions`. Calling it segment after segment gives
-        the same numbers as one call.
+        the same numbers as one call. The compiled step returns float32.
         """
+        if self._step is not None:
+            if isinstance(attention, PagedAttention):
+                last = len(self.layers) if last_layer is None else last_layer
+                return self._step.run(hidden, positions, attention.causal_pages, first_layer, last)
+            hidden = hidden.to(self.norm.weight.dtype)  # an earlier segment may have come from the step
         cos_table, sin_table = self._rope_tables(hidden.device, hidden.dtype)
         cos, sin = cos_table[positions][:, None], sin_table[positions][:, None]  # [T, 1, D]
         last = len(self.layers) if last_layer is None else last_layer
@@ -116,11 +193,27 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary scores of last-layer states, [T, E] -> [T, V]."""
+        if self._step is not None:
+            return self._step.logits(hidden)
         return self.head(self.norm(hidden))
 
     def _rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Rotary tables in the run's dtype, made on first use (they are functions of the configuration alone)."""
         if self._rope is None or self._rope[0].device != device or self._rope[0].dtype != dtype:
-            cos, sin = rope_table(self.config.max_positions, self.config.head_dim, self.config.rope_theta, device)
+            frequencies = rotary_frequencies(self.config.rope, self.config.head_dim, device)
+            cos, sin = rope_table(self.config.max_positions, frequencies, self.config.rope.magnitude)
             self._rope = (cos.to(dtype), sin.to(dtype))
         return self._rope
+
+
+def rotary_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
+    """Rotary frequencies [D/2] of a configuration."""
+    plain = rope_frequencies(head_dim, rope.theta, device)
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return llama3_frequencies(plain, rope.factor, rope.low, rope.high, rope.original_positions)
+    if rope.kind == "yarn":
+        scaling = (rope.theta, rope.factor, rope.low, rope.high, rope.original_positions, rope.truncate)
+        return yarn_frequencies(plain, *scaling)
+    return plain

@@ -11,8 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vlmfast_kernels.ops.linear import Apply, linear, prepare_linear
+from vlmfast_kernels.cpu.packed import PackedWeight, compiled_linear
+from vlmfast_kernels.ops.linear import Apply, PreparedLinear, linear, prepare_linear
 from vlmfast_kernels.ops.norm import rms_norm
+from vlmfast_kernels.ops.quant import dequantize_weight, quantize_weight
 
 
 class Linear(nn.Module):
@@ -39,7 +41,20 @@ class Linear(nn.Module):
         if self._apply_prepared is not None:
             return
         bias = None if self.bias is None else self.bias.detach()
-        prepared = prepare_linear(self.weight.detach(), bias, self.activation)
+        self._take(prepare_linear(self.weight.detach(), bias, self.activation))
+
+    def pack(self, *, int8: bool) -> PackedWeight:
+        """The weight laid out for the compiled products, which this layer runs on from now on, too."""
+        packed = PackedWeight(self.weight, self.bias, int8=int8)
+        self._take(compiled_linear(packed, self.activation))
+        return packed
+
+    def round_to_int8(self) -> None:
+        """Rounds the weight to what int8 can hold, where int8 products are not to be had."""
+        rounded = dequantize_weight(*quantize_weight(self.weight.detach()), self.weight.dtype)
+        self.weight = nn.Parameter(rounded, requires_grad=False)  # the old tensor may be tied to the embeddings
+
+    def _take(self, prepared: PreparedLinear) -> None:
         self._apply_prepared = prepared.apply
         if prepared.owns_weight:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)

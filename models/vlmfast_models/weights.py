@@ -30,6 +30,10 @@ class CheckpointModule(nn.Module):
         """Where each tensor of this network is found; tensors tied to another are not listed."""
         raise TypeError(f"{type(self).__name__} does not say where its tensors are")
 
+    def canonical_name(self, name: str) -> str:
+        """The name that `tensor_sources` uses for a tensor that a file may call otherwise."""
+        return name
+
     def ignored_tensor(self, name: str) -> bool:
         """Whether a checkpoint tensor carries nothing (a stored position table, a tied head written out)."""
         return False
@@ -90,13 +94,17 @@ def load_checkpoint(
     parameters = dict(model.named_parameters())
     files = checkpoint_files(Path(folder))
     with ExitStack() as stack:
-        where: dict[str, Any] = {}
+        where: dict[str, tuple[Any, str]] = {}
         for file in files:
             try:
                 reader = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{file} can not be read as safetensors: {error}") from error
-            where.update(dict.fromkeys(reader.keys(), reader))
+            for name in reader.keys():  # noqa: SIM118  (the reader is no mapping)
+                canonical = model.canonical_name(name)
+                if where.get(canonical, (None, name))[1] != name:
+                    raise WeightsError(f"{folder}: {where[canonical][1]} and {name} are the same tensor of the model")
+                where[canonical] = reader, name
         _check_names(model, sources, where, folder)
         for done, (name, pieces) in enumerate(sources.items(), 1):
             _fill(model, parameters[name], name, pieces, where)
@@ -121,10 +129,12 @@ def save_checkpoint(model: CheckpointModule, folder: str | Path, *, dtype: torch
     file.chmod(0o644)  # safetensors makes it readable for its owner only
 
 
-def _check_names(model: CheckpointModule, sources: TensorSources, where: Mapping[str, Any], folder: str | Path) -> None:
+def _check_names(
+    model: CheckpointModule, sources: TensorSources, where: Mapping[str, tuple[Any, str]], folder: str | Path
+) -> None:
     wanted = {source for pieces in sources.values() for source, _ in pieces}
     missing = sorted(wanted - set(where))
-    left_over = sorted(name for name in set(where) - wanted if not model.ignored_tensor(name))
+    left_over = sorted(where[name][1] for name in set(where) - wanted if not model.ignored_tensor(name))
     problems = []
     if missing:
         problems.append(f"missing tensors: {_listed(missing)}")
@@ -139,19 +149,20 @@ def _fill(
     parameter: Tensor,
     name: str,
     pieces: Iterable[tuple[str, int]],
-    where: Mapping[str, Any],
+    where: Mapping[str, tuple[Any, str]],
 ) -> None:
     start = 0
     for source, rows in pieces:
         target = parameter.detach()[start : start + rows]
         expected = model.stored_shape(source) or tuple(target.shape)
-        tensor = where[source].get_tensor(source)
+        reader, stored = where[source]
+        tensor = reader.get_tensor(stored)
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise WeightsError(f"tensor {source} is stored as {tensor.dtype}; quantized weights are not supported")
+            raise WeightsError(f"tensor {stored} is stored as {tensor.dtype}; quantized weights are not supported")
         if tuple(tensor.shape) != expected:
             raise WeightsError(
-                f"tensor {source} has shape {list(tensor.shape)}, the configuration needs {list(expected)}"
-                + ("" if name == source else f" (for {name})")
+                f"tensor {stored} has shape {list(tensor.shape)}, the configuration needs {list(expected)}"
+                + ("" if name == stored else f" (for {name})")
             )
         target.copy_(tensor.reshape(target.shape))
         start += rows

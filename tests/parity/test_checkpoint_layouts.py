@@ -107,7 +107,7 @@ def test_smolvlm_model_type(
     (folder / "model.safetensors").unlink()
     smol.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "smolvlm"
-    reference = Reference(folder, transformers.SmolVLMForConditionalGeneration)
+    reference = Reference(folder)
     inputs = reference.inputs([_PICTURE], "What is it?")
     answer = load_vlm(folder).describe(_PICTURE, "What is it?", sampling=_GREEDY)
     assert answer.token_ids == reference.answer(inputs, 24)

@@ -13,6 +13,9 @@ from vlmfast_models.errors import UnsupportedModelError
 
 FAMILIES: dict[str, tuple[str, str]] = {
     "idefics3": ("vlmfast_models.families.idefics3", "Idefics3"),
+    "llava": ("vlmfast_models.families.llava", "Llava"),
+    "llava_next": ("vlmfast_models.families.llava_next", "LlavaNext"),
+    "llava_onevision": ("vlmfast_models.families.llava_next", "LlavaNext"),
     "smolvlm": ("vlmfast_models.families.idefics3", "Idefics3"),
 }
 """model_type -> (module, class); modules are imported when a checkpoint asks for them."""

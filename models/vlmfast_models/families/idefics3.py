@@ -5,18 +5,22 @@ SmolVLM checkpoints differ from Idefics3 in sizes only; both are this class.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from vlmfast_models.config import ModelConfig, PreprocessConfig
 from vlmfast_models.connector import PixelShuffleConnector
 from vlmfast_models.decoder import Decoder
-from vlmfast_models.geometry import TilePlan, idefics3_plan
+from vlmfast_models.geometry import TilePlan, idefics3_levels, idefics3_plan
+from vlmfast_models.sources import decoder_sources, patch_shape, vit_sources
 from vlmfast_models.vit import VisionTransformer
 from vlmfast_models.weights import CheckpointModule, TensorSources
 
 IMAGE_TOKEN = "<image>"
 _FRAME = "<fake_token_around_image>"
 _GLOBAL = "<global-img>"
+_TOWER = "model.vision_model"
 
 
 class Idefics3(CheckpointModule):
@@ -34,14 +38,40 @@ class Idefics3(CheckpointModule):
     def tie(self) -> None:
         self.decoder.tie()
 
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Tiles [P, C, side, side], normalised -> visual tokens [P, tokens_per_tile, E]."""
-        return self.connector(self.vision(pixels))
+    def encode(self, pixels: Tensor, merges: Sequence[int] = ()) -> Tensor:
+        """Tiles [P, C, side, side], normalised -> visual tokens [P, tokens_per_tile, E].
+
+        `merges`: patches merged in each of the tower's layers (`VisionTransformer.run`).
+        """
+        return self.connector(self.vision.run(pixels, merges=merges)[0])
+
+    def encode_scored(self, pixels: Tensor, merges: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
+        """As `encode`, and the attention that each token received in the tower, float32 [P, tokens_per_tile]."""
+        features, received = self.vision.run(pixels, scored=True, merges=merges)
+        assert received is not None
+        return self.connector(features), self.connector.sum_scores(received)
 
     @staticmethod
-    def plan(width: int, height: int, preprocess: PreprocessConfig, config: ModelConfig) -> TilePlan:
-        """The tiles of a picture of this size; see `idefics3_plan`."""
+    def pack(tokens: Tensor, plan: TilePlan) -> Tensor:
+        """Visual tokens of a picture's tiles [P, tokens_per_tile, E] in prompt order: [plan.n_tokens, E]."""
+        return tokens.flatten(0, 1)
+
+    @staticmethod
+    def pack_scores(scores: Tensor, plan: TilePlan) -> Tensor:
+        """Scores [P, tokens_per_tile] in prompt order, as `pack`: [plan.n_tokens]."""
+        return scores.flatten()
+
+    @staticmethod
+    def plan(
+        width: int, height: int, preprocess: PreprocessConfig, config: ModelConfig, *, num_images: int = 1
+    ) -> TilePlan:
+        """The tiles of a picture of this size; see `idefics3_plan`. Other pictures of the prompt change nothing."""
         return idefics3_plan(width, height, preprocess, config.tokens_per_tile)
+
+    @staticmethod
+    def levels(preprocess: PreprocessConfig) -> tuple[PreprocessConfig, ...]:
+        """Preprocessing of lower resolution, the lowest first; the last is the checkpoint's own."""
+        return idefics3_levels(preprocess)
 
     @staticmethod
     def placeholder(plan: TilePlan) -> str:
@@ -59,73 +89,18 @@ class Idefics3(CheckpointModule):
 
     def tensor_sources(self) -> TensorSources:
         """Checkpoint names of every tensor (`model.vision_model.…`, `model.connector.…`, `model.text_model.…`)."""
-        return _vision_sources(self) | _text_sources(self)
+        text, connector = self.config.text, self.config.connector
+        proj = ("model.connector.modality_projection.proj.weight", connector.output_size)
+        return {
+            **vit_sources(self.config.vision, _TOWER),
+            "connector.proj.weight": (proj,),
+            **decoder_sources(text, "model.text_model", "lm_head.weight"),
+        }
 
     def stored_shape(self, source: str) -> tuple[int, ...] | None:
-        """The patch embedding is stored as a convolution [E, C, p, p]."""
-        if source != "model.vision_model.embeddings.patch_embedding.weight":
-            return None
-        vision = self.config.vision
-        return (vision.hidden_size, vision.num_channels, vision.patch_size, vision.patch_size)
+        return patch_shape(self.config.vision) if source == f"{_TOWER}.embeddings.patch_embedding.weight" else None
 
     def ignored_tensor(self, name: str) -> bool:
         """Tables that are computed, and the head that some writers store although it is tied."""
         tied_head = name == "lm_head.weight" and self.config.text.tie_embeddings
         return tied_head or name.endswith((".position_ids", ".rotary_emb.inv_freq"))
-
-
-def _vision_sources(model: Idefics3) -> dict[str, tuple[tuple[str, int], ...]]:
-    vision, theirs = model.config.vision, "model.vision_model"
-    width, inner = vision.hidden_size, vision.intermediate_size
-    sources: dict[str, tuple[tuple[str, int], ...]] = {
-        "vision.position_embed.weight": (
-            (f"{theirs}.embeddings.position_embedding.weight", vision.patches_per_side**2),
-        ),
-        "connector.proj.weight": (
-            ("model.connector.modality_projection.proj.weight", model.config.connector.output_size),
-        ),
-    }
-    for kind in ("weight", "bias"):
-        sources[f"vision.patch_embed.{kind}"] = ((f"{theirs}.embeddings.patch_embedding.{kind}", width),)
-        sources[f"vision.norm.{kind}"] = ((f"{theirs}.post_layernorm.{kind}", width),)
-        for index in range(vision.num_layers):
-            ours, layer = f"vision.layers.{index}", f"{theirs}.encoder.layers.{index}"
-            sources |= {
-                f"{ours}.norm1.{kind}": ((f"{layer}.layer_norm1.{kind}", width),),
-                f"{ours}.qkv.{kind}": tuple((f"{layer}.self_attn.{part}_proj.{kind}", width) for part in "qkv"),
-                f"{ours}.out.{kind}": ((f"{layer}.self_attn.out_proj.{kind}", width),),
-                f"{ours}.norm2.{kind}": ((f"{layer}.layer_norm2.{kind}", width),),
-                f"{ours}.fc1.{kind}": ((f"{layer}.mlp.fc1.{kind}", inner),),
-                f"{ours}.fc2.{kind}": ((f"{layer}.mlp.fc2.{kind}", width),),
-            }
-    return sources
-
-
-def _text_sources(model: Idefics3) -> dict[str, tuple[tuple[str, int], ...]]:
-    text, theirs = model.config.text, "model.text_model"
-    width, inner = text.hidden_size, text.intermediate_size
-    query, kv = text.num_heads * text.head_dim, text.num_kv_heads * text.head_dim
-    sources: dict[str, tuple[tuple[str, int], ...]] = {
-        "decoder.embed_tokens.weight": ((f"{theirs}.embed_tokens.weight", text.vocab_size),),
-        "decoder.norm.weight": ((f"{theirs}.norm.weight", width),),
-    }
-    if not text.tie_embeddings:
-        sources["decoder.head.weight"] = (("lm_head.weight", text.vocab_size),)
-    for index in range(text.num_layers):
-        ours, layer = f"decoder.layers.{index}", f"{theirs}.layers.{index}"
-        sources[f"{ours}.attn_norm.weight"] = ((f"{layer}.input_layernorm.weight", width),)
-        sources[f"{ours}.mlp_norm.weight"] = ((f"{layer}.post_attention_layernorm.weight", width),)
-        for kind in ("weight", *(("bias",) if text.attention_bias else ())):
-            sources[f"{ours}.qkv.{kind}"] = (
-                (f"{layer}.self_attn.q_proj.{kind}", query),
-                (f"{layer}.self_attn.k_proj.{kind}", kv),
-                (f"{layer}.self_attn.v_proj.{kind}", kv),
-            )
-            sources[f"{ours}.out.{kind}"] = ((f"{layer}.self_attn.o_proj.{kind}", width),)
-        for kind in ("weight", *(("bias",) if text.mlp_bias else ())):
-            sources[f"{ours}.gate_up.{kind}"] = (
-                (f"{layer}.mlp.gate_proj.{kind}", inner),
-                (f"{layer}.mlp.up_proj.{kind}", inner),
-            )
-            sources[f"{ours}.down.{kind}"] = ((f"{layer}.mlp.down_proj.{kind}", width),)
-    return sources
