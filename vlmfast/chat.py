@@ -2,36 +2,72 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vlmfast.options import Sampling
+from vlmfast.chat_file import ChatState, Turn, read_chat, write_chat
+from vlmfast.errors import ContextLengthError, InputError
+from vlmfast.image.identity import digest_of
+from vlmfast.options import Overflow, Sampling, Vision
 from vlmfast.prompt import Message
 from vlmfast.types import Answer, Chunk, ImageInput
 
 if TYPE_CHECKING:
     from vlmfast.vlm import VLM, Images
 
+_log = logging.getLogger(__name__)
+
 
 class Chat:
-    """Made by `VLM.chat`. A turn enters the history when its answer is complete; an abandoned one leaves no trace."""
+    """Made by `VLM.chat`. A turn enters the history when its answer is complete; an abandoned one leaves no trace.
 
-    def __init__(self, vlm: VLM, *, images: tuple[ImageInput, ...] = (), system: str | None = None) -> None:
+    The prompt of a turn begins with the tokens of the turn before, its answer as it was generated included, so that
+    with a prefix cache a question costs its own words only.
+    """
+
+    def __init__(
+        self,
+        vlm: VLM,
+        *,
+        images: tuple[ImageInput, ...] = (),
+        system: str | None = None,
+        overflow: Overflow | str = Overflow.ERROR,
+        vision: Vision | None = None,
+    ) -> None:
         self._vlm = vlm
-        self._pending_images = images
-        self._messages: list[Message] = [] if system is None else [Message(role="system", text=system)]
+        self._pending = images
+        self._system = system
+        self._turns: list[Turn] = []
+        self._overflow = Overflow.of(overflow)
+        self._vision = vision
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The turns so far, oldest first."""
-        return tuple(self._messages)
+        return tuple(self._messages(self._turns))
+
+    @property
+    def pending_images(self) -> tuple[ImageInput, ...]:
+        """Pictures that go with the next question."""
+        return self._pending
+
+    def add_images(self, images: Images) -> None:
+        """Gives pictures to the next question.
+
+        Raises:
+            ImageError: one of them can not be used.
+        """
+        self._pending += self._vlm.load_images(images)
 
     def ask(self, text: str, images: Images = None, *, sampling: Sampling | None = None) -> Answer:
         """Asks the next question, with more pictures if given.
 
         Raises:
-            InputError: a picture can not be used, or the conversation no longer fits the model's context.
+            InputError: a picture can not be used.
+            ContextLengthError: the conversation no longer fits the model's context, see `Overflow`.
         """
         answer = None
         for chunk in self.stream(text, images, sampling=sampling):
@@ -42,13 +78,101 @@ class Chat:
     def stream(self, text: str, images: Images = None, *, sampling: Sampling | None = None) -> Iterator[Chunk]:
         """As `ask`, piece by piece; the last chunk carries the answer."""
         started = time.perf_counter()
-        question = Message(role="user", text=text, images=self._pending_images + self._vlm.load_images(images))
-        chunks = self._vlm.answer_messages([*self._messages, question], sampling=sampling, started=started)
-        return self._record(question, chunks)
+        sampling = sampling or Sampling()
+        num_pending = len(self._pending)
+        question = Message(role="user", text=text, images=self._pending + self._vlm.load_images(images))
+        turns, dropped = list(self._turns), []
+        room = 1 if self._overflow is Overflow.ERROR else min(sampling.max_new_tokens, self._vlm.max_context // 4)
+        while True:
+            messages = [*self._messages(turns), question]
+            try:
+                chunks = self._vlm.answer_messages(
+                    messages, sampling=sampling, vision=self._vision, started=started, room=room
+                )
+                break
+            except ContextLengthError:
+                if self._overflow is Overflow.ERROR or not turns:
+                    raise
+                dropped.append(_least_missed(turns))
+                turns.remove(dropped[-1])
+        return self._record(question, num_pending, dropped, chunks, sampling)
 
-    def _record(self, question: Message, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def undo(self) -> Message:
+        """Takes back the last turn and returns its question; pictures that waited for it wait again.
+
+        Raises:
+            InputError: there is no turn.
+        """
+        if not self._turns:
+            raise InputError("nothing to undo: the chat has no turn")
+        turn = self._turns.pop()
+        self._pending = turn.question.images[: turn.num_pending] + self._pending
+        return turn.question
+
+    def fork(self) -> Chat:
+        """A chat with the same past that goes its own way from here."""
+        other = Chat(
+            self._vlm, images=self._pending, system=self._system, overflow=self._overflow, vision=self._vision
+        )
+        other._turns = list(self._turns)
+        return other
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the chat, pictures included, to a JSON file; an existing one is replaced at once or not at all."""
+        state = ChatState(
+            system=self._system,
+            overflow=self._overflow,
+            turns=tuple(self._turns),
+            pending=self._pending,
+            token_space=_token_space(self._vlm),
+        )
+        write_chat(path, state)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], vlm: VLM) -> Chat:
+        """The chat in a file written by `save`. Another model than it was held with goes on from its texts.
+
+        Raises:
+            InputError: the file can not be read or is no saved chat.
+            ImageError: a picture in it can not be used within the model's `Limits`.
+        """
+        state = read_chat(path, vlm.load_images)
+        same = state.token_space == _token_space(vlm)
+        chat = cls(vlm, images=state.pending, system=state.system, overflow=state.overflow)
+        chat._turns = [turn if same else turn.without_tokens() for turn in state.turns]
+        return chat
+
+    def _messages(self, turns: list[Turn]) -> list[Message]:
+        system = [] if self._system is None else [Message(role="system", text=self._system)]
+        return system + [message for turn in turns for message in (turn.question, turn.answer)]
+
+    def _record(
+        self, question: Message, num_pending: int, dropped: list[Turn], chunks: Iterator[Chunk], sampling: Sampling
+    ) -> Iterator[Chunk]:
         for chunk in chunks:
             if chunk.answer is not None:
-                self._messages += [question, Message(role="assistant", text=chunk.answer.text)]
-                self._pending_images = ()
+                if dropped:
+                    _log.info("%d turns were dropped: the model's context is full", len(dropped))
+                answer = self._answer_message(chunk.answer, sampling)
+                kept = [turn for turn in self._turns if turn not in dropped]
+                self._turns = [*kept, Turn(question=question, answer=answer, num_pending=num_pending)]
+                self._pending = self._pending[num_pending:]
             yield chunk
+
+    def _answer_message(self, answer: Answer, sampling: Sampling) -> Message:
+        """The answer as a turn. Its tokens go beyond its text where a stop text cut it; then the text alone counts."""
+        ids = answer.token_ids
+        if sampling.stop:
+            whole = str(self._vlm.checkpoint.tokenizer.decode(ids, skip_special_tokens=True))
+            ids = () if any(stop in whole for stop in sampling.stop) else ids
+        return Message(role="assistant", text=answer.text, token_ids=ids)
+
+
+def _least_missed(turns: list[Turn]) -> Turn:
+    """The oldest turn without a picture, or the oldest: later questions are about the pictures."""
+    return next((turn for turn in turns if not turn.question.images), turns[0])
+
+
+def _token_space(vlm: VLM) -> str:
+    """Digest of what token ids mean to a model."""
+    return digest_of(vlm.checkpoint.tokenizer.backend_tokenizer.to_str(), vlm.checkpoint.chat_template)

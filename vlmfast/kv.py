@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from vlmfast_models.config import TextConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVSegment:
+    """Keys and values of consecutive tokens outside of any page: [L, 2, G, n, D], in memory of its own."""
+
+    rows: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows.nbytes
+
+    def split(self, at: int) -> tuple[KVSegment, KVSegment]:
+        """The first `at` tokens and the rest, both copied: a part that is dropped gives its memory back."""
+        return KVSegment(_copied(self.rows[..., :at, :])), KVSegment(_copied(self.rows[..., at:, :]))
 
 
 class SequenceKV:
@@ -21,6 +39,12 @@ class SequenceKV:
         self._layers = [(page[0], page[1]) for page in self._pages]  # each [G, capacity, D]
         self.capacity = capacity
         self.lengths = [0] * config.num_layers
+        self._left_out = [0] * config.num_layers
+
+    @property
+    def storage(self) -> Tensor:
+        """The whole page."""
+        return self._pages
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Adds key, value [T, G, D] to a layer and returns all of its keys and values, views [G, S, D]."""
@@ -35,13 +59,27 @@ class SequenceKV:
 
     def truncate(self, length: int) -> None:
         """Forgets all tokens from `length` on, in every layer that has more."""
-        self.lengths = [min(length, have) for have in self.lengths]
+        if length == 0:
+            self._left_out = [0] * len(self.lengths)
+        self.lengths = [min(length - out, have) for out, have in zip(self._left_out, self.lengths, strict=True)]
 
-    def compact(self, start: int, path: Tensor) -> None:
-        """Keeps, of the tokens from `start` on, those at the offsets `path` (int64 [P]), in that order."""
+    def settle(self, length: int) -> None:
+        """Notes that the page holds `length` tokens, and that what a layer lacks of them was left out of it.
+
+        From here on only tokens after these may be forgotten, or all.
+        """
+        self._left_out = [length - have for have in self.lengths]
+
+    def compact(self, num_last: int, path: Sequence[int]) -> None:
+        """Keeps, of each layer's last `num_last` tokens, those at the offsets `path`, in that order."""
+        if list(path) == list(range(len(path))):  # the first ones, where they are
+            self.lengths = [length - num_last + len(path) for length in self.lengths]
+            return
+        offsets = torch.tensor(path, device=self._pages.device)
         for layer, (keys, values) in enumerate(self._layers):
+            start = self.lengths[layer] - num_last
             for rows in (keys, values):
-                rows[:, start : start + len(path)] = rows[:, start + path]  # indexing copies first: overlap is safe
+                rows[:, start : start + len(path)] = rows[:, start + offsets]  # indexing copies first: overlap is safe
             self.lengths[layer] = start + len(path)
 
     def fork(self, other: SequenceKV, length: int) -> None:
@@ -49,6 +87,23 @@ class SequenceKV:
         assert length <= self.capacity and all(have >= length for have in other.lengths)
         self._pages[:, :, :, :length] = other._pages[:, :, :, :length]
         self.lengths = [length] * len(self.lengths)
+
+    def load(self, segment: KVSegment, num_tokens: int) -> None:
+        """Appends the first tokens of a segment to every layer; the layers must be equally long."""
+        start, end = self.lengths[0], self.lengths[0] + num_tokens
+        assert end <= self.capacity and self.lengths == [start] * len(self.lengths)
+        self._pages[:, :, :, start:end] = segment.rows[:, :, :, :num_tokens]
+        self.lengths = [end] * len(self.lengths)
+
+    def copy_out(self, start: int, end: int) -> KVSegment:
+        """A copy of the tokens start .. end - 1, which every layer must have."""
+        assert start < end <= min(self.lengths)
+        return KVSegment(_copied(self._pages[:, :, :, start:end]))
+
+
+def bytes_per_token(config: TextConfig, dtype: torch.dtype) -> int:
+    """Size of one token's keys and values in all layers."""
+    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 class KVPages:
@@ -64,3 +119,7 @@ class KVPages:
         if page_id not in self._pages:
             self._pages[page_id] = SequenceKV(self._config, self._capacity, self._device, self._dtype)
         return self._pages[page_id]
+
+
+def _copied(rows: Tensor) -> Tensor:
+    return rows.clone(memory_format=torch.contiguous_format)

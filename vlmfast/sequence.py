@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from vlmfast.options import Sampling
+from vlmfast.cache.prefix import Match, Picture, Units
+from vlmfast.options import Sampling, Vision
 from vlmfast.prompt import Prompt
+from vlmfast.prune.plan import Pruning
+from vlmfast.spec.options import NO_SPECULATION, Speculation
 from vlmfast.types import ImageInput
 
 
@@ -17,6 +20,15 @@ class Request:
     prompt: Prompt
     images: tuple[ImageInput, ...]
     sampling: Sampling
+    salt: str = ""
+    """Shares computed prefixes with requests of the same salt only."""
+    speculation: Speculation = NO_SPECULATION
+    room: int = 1
+    """Tokens of answer that the context must have room for, or the request is refused."""
+    vision: Vision = field(default_factory=Vision)
+    """How the pictures' features are made and cut down."""
+    pruning: Pruning | None = None
+    """FastV of this prompt. It is computed in one pass, and shares no prefix: what it keeps depends on what follows."""
 
 
 class Status(Enum):
@@ -33,7 +45,8 @@ class Sequence:
 
     prompt ids            output ids
     |--------------------|---------|
-    |--- num_computed ---|             keys and values exist for these tokens
+    |-- num_cached --|                 keys and values were known before
+    |---- num_computed ----|           keys and values exist for these tokens
     """
 
     seq_id: int
@@ -43,6 +56,9 @@ class Sequence:
     status: Status = Status.WAITING
     page_id: int | None = None
     num_computed: int = 0
+    num_cached: int = 0
+    prefix: Match | None = None
+    """The known prefix, from the first step until the sequence ends; None without a prefix cache."""
     output_ids: list[int] = field(default_factory=list)
 
     @property
@@ -52,6 +68,34 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt.ids)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Tokens that are worth drafting now: the last one of the answer never is."""
+        if not self.request.speculation.is_on:
+            return 0
+        return min(self.request.speculation.max_draft_tokens, self.max_tokens - self.num_tokens - 1)
+
+    @property
+    def first_new_image(self) -> int:
+        """Index of the first picture that is not in the known prefix. Those before need no encoding."""
+        spans = self.request.prompt.spans
+        return next((index for index, span in enumerate(spans) if span.start >= self.num_cached), len(spans))
+
+    def units(self, end: int) -> Units:
+        """The tokens 0 .. end - 1 as the prefix cache takes them, up to a picture that is cut or has no key."""
+        units: list[int | Picture] = []
+        position = 0
+        for span in self.request.prompt.spans:
+            if span.start >= end:
+                break
+            units += self.tokens(position, span.start)
+            if span.end > end or not span.key:
+                return tuple(units)
+            ids = self.request.prompt.ids[span.start : span.end]
+            units.append(Picture(key=span.key, ids=ids, reduce_id=span.reduce_id))
+            position = span.end
+        return (*units, *self.tokens(position, end))
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Token ids start .. end - 1 of prompt and output together."""

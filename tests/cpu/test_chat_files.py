@@ -1,0 +1,136 @@
+"""Saved chats: they go on as they would have, damaged files are refused by name, and nothing in a file is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from oracle import noise
+
+from vlmfast import Limits, Sampling
+from vlmfast.chat import Chat
+from vlmfast.errors import ImageLimitError, InputError
+from vlmfast.testing import Shape
+
+_GREEDY = Sampling(max_new_tokens=12)
+_PICTURE = noise(40, 30)
+
+
+@pytest.fixture
+def saved(idle_engine: Any, tmp_path: Path) -> tuple[Chat, Path]:
+    """A chat of two turns with a picture that waits, and its file."""
+    chat = idle_engine.chat(_PICTURE, system="Be short.", overflow="drop")
+    chat.ask("What is it?", sampling=_GREEDY)
+    chat.ask("And this? é漢\u2028", [noise(20, 60), _PICTURE], sampling=_GREEDY)
+    chat.add_images(noise(33, 33))
+    chat.save(tmp_path / "chat.json")
+    return chat, tmp_path / "chat.json"
+
+
+def _edited(path: Path, edit: Callable[[dict[str, Any]], Any]) -> Path:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_loaded_chat_goes_on_as_the_saved_one(
+    saved: tuple[Chat, Path], load_vlm: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Guards restarts: same turns, same tokens, same next answer in a new model without any cache; undo works on."""
+    chat, path = saved
+    other = Chat.load(path, load_vlm(caching=False))
+    assert [(one.role, one.text, one.token_ids) for one in other.messages] == [
+        (one.role, one.text, one.token_ids) for one in chat.messages
+    ]
+    assert [[image.digest for image in one.images] for one in other.messages] == [
+        [image.digest for image in one.images] for one in chat.messages
+    ]
+    assert [image.name for image in other.messages[1].images] == [image.name for image in chat.messages[1].images]
+    other.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == path.read_text()
+    assert other.ask("Sure?", sampling=_GREEDY).token_ids == chat.ask("Sure?", sampling=_GREEDY).token_ids
+    for _ in range(3):
+        other.undo()
+        chat.undo()
+    assert [image.width for image in other.pending_images] == [image.width for image in chat.pending_images] == [40, 33]
+
+
+def test_each_picture_is_written_once(saved: tuple[Chat, Path]) -> None:
+    content = json.loads(saved[1].read_text())
+    assert len(content["images"]) == 3
+    assert [turn["images"] for turn in content["turns"]] == [[0], [1, 0]] and content["pending"] == [2]
+
+
+def test_another_vocabulary_goes_on_from_the_texts(
+    saved: tuple[Chat, Path], load_vlm: Callable[..., Any], checkpoint_of: Callable[..., Path]
+) -> None:
+    """Guards token ids of another model, which would mean other words."""
+    other = load_vlm(checkpoint_of(Shape(vocab_size=600)))
+    chat = Chat.load(saved[1], other)
+    assert [one.text for one in chat.messages] == [one.text for one in saved[0].messages]
+    assert all(one.token_ids == () for one in chat.messages)
+    chat.ask("Sure?", sampling=_GREEDY)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda content: content.pop("turns"),
+        lambda content: content["turns"][0].update(images=[7]),
+        lambda content: content["turns"][0].update(images=[-1]),
+        lambda content: content["turns"][0].update(images="ab"),
+        lambda content: content["turns"][0].update(token_ids=["x"]),
+        lambda content: content["turns"][0].update(answer=None),
+        lambda content: content["turns"][0].update(answer="\ud800"),
+        lambda content: content.update(turns={"a": 1}),
+        lambda content: content.update(overflow="forget"),
+        lambda content: content.update(system=3),
+        lambda content: content["images"][0].update(png="/etc/passwd"),
+        lambda content: content["images"][0].update(png="aGVsbG8="),
+        lambda content: content["images"][0].update(png=content["images"][0]["png"][:200]),
+        lambda content: content.update(version=2),
+        lambda content: content.update(format="another"),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    saved: tuple[Chat, Path], idle_engine: Any, edit: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Guards files that others wrote: one clear error, whatever is wrong in them."""
+    with pytest.raises(InputError):
+        Chat.load(_edited(saved[1], edit), idle_engine)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_no_chat_is_named(idle_engine: Any, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"x\.json: no saved chat"):
+        Chat.load(path, idle_engine)
+    with pytest.raises(InputError, match="missing"):
+        Chat.load(tmp_path / "missing.json", idle_engine)
+
+
+def test_pictures_in_a_file_keep_to_the_limits(saved: tuple[Chat, Path], load_vlm: Callable[..., Any]) -> None:
+    with pytest.raises(ImageLimitError):
+        Chat.load(saved[1], load_vlm(limits=Limits(max_image_pixels=100)))
+
+
+def test_a_failed_save_leaves_the_old_file(
+    saved: tuple[Chat, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chat, path = saved
+    before = path.read_text()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("vlmfast.chat_file.json.dump", fail)
+    with pytest.raises(OSError, match="disk full"):
+        chat.save(path)
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(OSError):
+        chat.save(tmp_path / "no folder" / "chat.json")
