@@ -50,8 +50,8 @@ class Run:
 class Ours:
     """vlmfast."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.vlm = VLM.from_pretrained(folder, device="cpu", dtype=str(dtype).removeprefix("torch."))
+    def __init__(self, folder: Path, dtype: torch.dtype | str = torch.bfloat16, **options: Any) -> None:
+        self.vlm = VLM.from_pretrained(folder, device="cpu", dtype=str(dtype).removeprefix("torch."), **options)
 
     def run(self, picture: Image.Image, num_tokens: int) -> Run:
         """Answers with `num_tokens` tokens."""

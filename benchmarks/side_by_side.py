@@ -144,11 +144,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def report(comparisons: Sequence[Comparison], missing: Sequence[tuple[str, str]], options: Options) -> None:
+def report(
+    comparisons: Sequence[Comparison],
+    missing: Sequence[tuple[str, str]],
+    options: Options,
+    more: dict[str, Any] | None = None,
+) -> None:
     """Prints the table (to stderr with `--json`), then the JSON object if asked for.
 
     Args:
         missing: (key, reason) of ratios that could not be measured; null in the object.
+        more: further values of the object.
     """
     where = environment()
     console = Console(stderr=options.json)
@@ -161,7 +167,7 @@ def report(comparisons: Sequence[Comparison], missing: Sequence[tuple[str, str]]
     for key, reason in missing:
         console.print(f"{key}: {reason}")
     if options.json:
-        values: dict[str, Any] = {}
+        values = dict(more or {})
         for row in comparisons:
             values |= row.to_dict()
         notes = {"missing": dict(missing)} if missing else {}

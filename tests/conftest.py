@@ -24,6 +24,7 @@ for _name, _folder in {
     "XDG_CONFIG_HOME": "config",
     "XDG_DATA_HOME": "data",
     "HF_HOME": "huggingface",
+    "VLMFAST_CACHE_DIR": "vlmfast",
     "HYPOTHESIS_STORAGE_DIRECTORY": "hypothesis",
 }.items():
     (_HOME / _folder).mkdir()

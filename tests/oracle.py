@@ -34,8 +34,7 @@ def model_of(vlm: Any) -> Any:
 def build(vlm: Any, images: list[Any], question: str) -> tuple[Prompt, tuple[ImageInput, ...]]:
     """The prompt of one question, and its decoded pictures."""
     loaded = tuple(load_image(image) for image in images)
-    plans = [vlm._vision.plan(image) for image in loaded]
-    return vlm._prompts.build([Message(role="user", text=question, images=loaded)], plans), loaded
+    return vlm.build_prompt([Message(role="user", text=question, images=loaded)]), loaded
 
 
 class FullAttention:

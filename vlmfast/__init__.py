@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlmfast.chat import Chat
     from vlmfast.image.load import load_image
-    from vlmfast.options import Batching, Limits, Sampling
+    from vlmfast.options import Batching, Caching, FastV, Limits, Reduce, Sampling, ToMe, Vision
+    from vlmfast.spec.options import Speculation
     from vlmfast.types import Answer, CaptionError, Chunk, ImageInput, Timings, Usage
     from vlmfast.vlm import VLM, describe
 
@@ -21,14 +22,20 @@ __all__ = [
     "VLM",
     "Answer",
     "Batching",
+    "Caching",
     "CaptionError",
     "Chat",
     "Chunk",
+    "FastV",
     "ImageInput",
     "Limits",
+    "Reduce",
     "Sampling",
+    "Speculation",
     "Timings",
+    "ToMe",
     "Usage",
+    "Vision",
     "describe",
     "load_image",
 ]
@@ -39,8 +46,14 @@ _HOME = {
     "Chat": "vlmfast.chat",
     "load_image": "vlmfast.image.load",
     "Batching": "vlmfast.options",
+    "Caching": "vlmfast.options",
     "Limits": "vlmfast.options",
     "Sampling": "vlmfast.options",
+    "Vision": "vlmfast.options",
+    "Speculation": "vlmfast.spec.options",
+    "ToMe": "vlmfast.options",
+    "Reduce": "vlmfast.options",
+    "FastV": "vlmfast.options",
     **dict.fromkeys(("Answer", "CaptionError", "Chunk", "ImageInput", "Timings", "Usage"), "vlmfast.types"),
 }
 

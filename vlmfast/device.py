@@ -33,7 +33,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
     """ "auto" keeps a checkpoint's 16-bit format where the device is fast in it, else float32.
 
-    A CPU runs 16-bit checkpoints in bfloat16 if it has instructions for it (AVX512-BF16, AMX, Arm BF16).
+    A CPU runs 16-bit checkpoints in bfloat16 if it has instructions for it (AVX512-BF16, AMX, Arm BF16). "int8" is what
+    stays beside the decoder's int8 weights: bfloat16 where the CPU has it.
 
     Raises:
         DeviceError: the name is unknown, or the device does not run it.
@@ -44,8 +45,12 @@ def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
         if device.type == "cuda":
             return _DTYPES[stored]
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    if name == "int8":
+        if device.type != "cpu":
+            raise DeviceError(f"dtype 'int8' runs on the CPU only, not on {device.type}; use bfloat16 or float16")
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     if name not in _DTYPES:
-        raise DeviceError(f"dtype '{name}' is not supported; use auto, {', '.join(_DTYPES)}")
+        raise DeviceError(f"dtype '{name}' is not supported; use auto, int8, {', '.join(_DTYPES)}")
     if name == "float16" and device.type == "cpu":
         raise DeviceError("dtype 'float16' is slow and imprecise on CPUs; use bfloat16 or float32")
     return _DTYPES[name]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vlmfast.errors import ContextLengthError
 from vlmfast.runner import Runner, StepFacts
-from vlmfast.scheduler import Phase, Scheduler, StepPlan
-from vlmfast.sequence import Request, Sequence
+from vlmfast.scheduler import Phase, ScheduledSequence, Scheduler, StepPlan
+from vlmfast.sequence import Request, Sequence, Status
 from vlmfast.text import TextStream
-from vlmfast.types import Answer, Chunk, FinishReason, Timings, Usage
+from vlmfast.types import Answer, Chunk, FeatureSource, FinishReason, Timings, Usage
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,10 +30,16 @@ class _Job:
     text: TextStream
     started: float
     image_ms: float
+    load_ms: float
     encode_ms: float = 0.0
+    sources: Counter[FeatureSource] = field(default_factory=Counter)
+    kept: tuple[int, ...] | None = None
     prefill_ms: float = 0.0
     first_token_ms: float = 0.0
     decode_ms: float = 0.0
+    num_decoded: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
     ready: deque[Chunk] = field(default_factory=deque)
     error: Exception | None = None
 
@@ -86,30 +96,35 @@ class Engine:
         self._abandoned: deque[int] = deque()
         self._lock = threading.RLock()
 
-    def submit(self, request: Request, *, started: float, image_ms: float) -> int:
+    def submit(self, request: Request, *, started: float, image_ms: float, load_ms: float = 0.0) -> int:
         """Queues a request and returns its id for `stream` or `cancel`.
 
         Args:
             started: `time.perf_counter()` when the caller asked; first-token time counts from there.
             image_ms: time already spent on loading pictures.
+            load_ms: time spent on loading the model for this request.
 
         Raises:
-            ContextLengthError: the prompt leaves no room for a token of answer.
+            ContextLengthError: the prompt leaves no room for a token of answer (or `request.room` of them).
         """
         num_prompt = len(request.prompt.ids)
-        if num_prompt >= self._max_context:
+        max_tokens = self._max_context - request.prompt.num_skipped
+        if num_prompt + request.room > max_tokens:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens ({request.prompt.num_visual_tokens} of them visual), the model's "
+                f"the prompt has {num_prompt + request.prompt.num_skipped} tokens "
+                f"({sum(span.plan.n_tokens for span in request.prompt.spans)} of them visual), the model's "
                 f"context is {self._max_context}; shorten the text or give fewer or smaller pictures"
             )
         sequence = Sequence(
             seq_id=next(self._ids),
             request=request,
-            max_tokens=min(num_prompt + request.sampling.max_new_tokens, self._max_context),
+            max_tokens=min(num_prompt + request.sampling.max_new_tokens, max_tokens),
         )
         text = TextStream(self._tokenizer, request.sampling.stop)
         with self._lock:
-            self._jobs[sequence.seq_id] = _Job(sequence=sequence, text=text, started=started, image_ms=image_ms)
+            self._jobs[sequence.seq_id] = _Job(
+                sequence=sequence, text=text, started=started, image_ms=image_ms, load_ms=load_ms
+            )
             self._scheduler.add(sequence)
         return sequence.seq_id
 
@@ -162,7 +177,6 @@ class Engine:
         return len(self._jobs)
 
     def _apply(self, plan: StepPlan, facts: StepFacts) -> None:
-        now = time.perf_counter()
         for scheduled in plan.scheduled:
             job = self._jobs[scheduled.sequence.seq_id]
             error = facts.failed.get(scheduled.sequence.seq_id)
@@ -170,23 +184,43 @@ class Engine:
                 self._fail(job, error)
                 continue
             job.encode_ms += facts.encode_ms.get(scheduled.sequence.seq_id, 0.0)
+            job.sources.update(facts.sources.get(scheduled.sequence.seq_id, ()))
+            job.kept = facts.kept.get(scheduled.sequence.seq_id)
             if scheduled.phase is Phase.PREFILL:
                 job.prefill_ms += facts.forward_ms
             else:
                 job.decode_ms += facts.forward_ms
-            token_id = facts.tokens.get(scheduled.sequence.seq_id)
-            self._scheduler.advance(scheduled, None if token_id in self._eos_token_ids else token_id)
-            if token_id is None:
+            tokens = facts.tokens.get(scheduled.sequence.seq_id, ())
+            if not tokens:
+                self._scheduler.advance(scheduled, None)
                 continue
+            job.num_drafted += facts.num_drafted.get(scheduled.sequence.seq_id, 0)
+            self._take(job, scheduled, tokens)
+
+    def _take(self, job: _Job, scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> None:
+        """Takes the tokens of a step in order: those accepted from its draft, and the one chosen after them.
+
+        What follows the token that ends the answer is dropped.
+        """
+        sequence = scheduled.sequence
+        for num_accepted, token_id in enumerate(tokens):
+            self._scheduler.advance(scheduled, None if token_id in self._eos_token_ids else token_id, num_accepted)
             if scheduled.phase is Phase.PREFILL:
-                job.first_token_ms = (now - job.started) * 1e3
+                # Before the answer is complete: another request about the picture may come meanwhile.
+                self._remember(sequence, self._scheduler.remember)
+                job.first_token_ms = (time.perf_counter() - job.started) * 1e3
+            else:
+                job.num_decoded += 1
+            job.num_accepted += num_accepted > 0
             self._receive(job, token_id)
+            if sequence.status is Status.FINISHED:
+                return
 
     def _receive(self, job: _Job, token_id: int) -> None:
         """Takes a chosen token: text to hand out, and the end if it is one."""
         sequence = job.sequence
         if token_id in self._eos_token_ids:
-            self._complete(job, FinishReason.STOP)
+            self._complete(job, FinishReason.STOP, end=(token_id,))
             return
         text = job.text.push(token_id)
         if job.text.stopped:
@@ -198,31 +232,54 @@ class Engine:
         elif text:
             job.ready.append(Chunk(text=text))
 
-    def _complete(self, job: _Job, reason: FinishReason) -> None:
+    def _complete(self, job: _Job, reason: FinishReason, end: tuple[int, ...] = ()) -> None:
+        """Ends a request with its answer; `end` is the token by which the model ended it."""
         rest = job.text.finish()
-        self._retire(job.sequence)
-        prompt = job.sequence.request.prompt
+        sequence, prompt = job.sequence, job.sequence.request.prompt
+        self._runner.learn(sequence, end)
+        self._remember(sequence, self._scheduler.remember)
+        self._remember(sequence, self._scheduler.persist)
+        self._retire(sequence)
         answer = Answer(
             text=job.text.text,
             finish_reason=reason,
-            token_ids=tuple(job.sequence.output_ids),
+            token_ids=tuple(sequence.output_ids),
+            kept_places=job.kept,
             usage=Usage(
                 prompt_tokens=len(prompt.ids),
+                cached_tokens=sequence.num_cached,
                 visual_tokens=prompt.num_visual_tokens,
-                completion_tokens=len(job.sequence.output_ids),
+                visual_tokens_before=sum(span.plan.n_tokens for span in prompt.spans),
+                visual_tokens_after=prompt.num_visual_tokens if job.kept is None else len(job.kept),
+                completion_tokens=len(sequence.output_ids),
+                draft_tokens=job.num_drafted,
+                accepted_tokens=job.num_accepted,
                 num_images=len(prompt.spans),
                 num_tiles=sum(span.plan.num_tiles for span in prompt.spans),
+                images_encoded=job.sources[FeatureSource.ENCODER],
+                images_from_ram=job.sources[FeatureSource.RAM],
+                images_from_disk=job.sources[FeatureSource.DISK],
+                images_from_prefix=sequence.first_new_image,
             ),
             timings=Timings(
+                load_ms=job.load_ms,
                 image_ms=job.image_ms,
                 encode_ms=job.encode_ms,
                 prefill_ms=job.prefill_ms,
                 first_token_ms=job.first_token_ms,
                 decode_ms=job.decode_ms,
+                token_ms=job.decode_ms / max(job.num_decoded, 1),
                 total_ms=(time.perf_counter() - job.started) * 1e3,
             ),
         )
         job.ready.append(Chunk(text=rest, answer=answer))
+
+    def _remember(self, sequence: Sequence, keep: Callable[[Sequence, Callable[[int, int], Any]], None]) -> None:
+        """Keeps what was computed of a sequence. That it can not be kept costs later requests time, and no answer."""
+        try:
+            keep(sequence, partial(self._runner.copy_out, sequence.seq_id))
+        except Exception:
+            _log.warning("keys and values could not be kept", exc_info=True)
 
     def _fail(self, job: _Job, error: Exception) -> None:
         """Ends a request; its stream raises the error."""

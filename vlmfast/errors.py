@@ -3,6 +3,7 @@
 VLMFastError
 ├── InputError                 what the caller gave can not be used
 │   ├── ImageError             a picture: missing, not a picture, damaged, of a wrong type
+│   │   ├── ImageFetchError    a URL that is not allowed, or could not be fetched
 │   │   └── ImageLimitError    a picture beyond the configured limits
 │   ├── OptionError            an option out of its range
 │   └── ContextLengthError     the prompt does not fit the model's context
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceError",
     "GeometryError",
     "ImageError",
+    "ImageFetchError",
     "ImageLimitError",
     "InputError",
     "ModelError",
@@ -53,6 +55,12 @@ class ImageError(InputError):
     """A picture is missing, damaged, or not a picture; the message names it."""
 
     code = "bad_image"
+
+
+class ImageFetchError(ImageError):
+    """A URL is not allowed, or did not give a file; the message says which and why."""
+
+    code = "image_fetch"
 
 
 class ImageLimitError(ImageError):

@@ -57,6 +57,10 @@ class SequenceKV:
         self.lengths[layer] = end
         return keys[:, :end], values[:, :end]
 
+    def keys(self, layer: int) -> Tensor:
+        """All keys of a layer, a view [G, S, D]."""
+        return self._layers[layer][0][:, : self.lengths[layer]]
+
     def truncate(self, length: int) -> None:
         """Forgets all tokens from `length` on, in every layer that has more."""
         if length == 0:

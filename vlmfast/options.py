@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from enum import StrEnum
+from itertools import pairwise
 from numbers import Integral, Real
+from typing import Literal, TypeAlias
 
 from vlmfast.errors import OptionError
 
@@ -14,7 +18,7 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
         raise OptionError(f"{name} must be {rule}, got {value!r}")
 
 
-def _require_kind(kind: type, name: str, value: object, rule: str) -> None:
+def _require_kind(kind: type | tuple[type, ...], name: str, value: object, rule: str) -> None:
     """A value of another type would fail in the middle of a step, where others are computed beside it."""
     _require(isinstance(value, kind) and not isinstance(value, bool), name, value, rule)
 
@@ -77,25 +81,56 @@ class Sampling:
                 object.__setattr__(self, name, kind(getattr(self, name)))
 
 
+IMAGE_FORMATS = (
+    "JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "AVIF", "HEIF", "TIFF", "JPEG2000",
+    "ICO", "PSD", "QOI", "DDS", "SGI", "PCX", "TGA",
+)  # fmt: skip
+"""Every file format that may be read, by Pillow's names, the common ones first. Not among them: EPS, which starts
+another program, and those whose header does not tell the size of what is inside (ICNS)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a single request may cost; pictures are checked from their header, before decoding.
+    """What a single request may cost and from where pictures may come. Sizes are checked before decoding.
 
     Raises:
-        OptionError: a limit is below 1.
+        OptionError: a limit is below 1, a switch is no truth value, or a format is not one of `IMAGE_FORMATS`.
     """
 
     max_image_pixels: int = 178_956_970
-    """Width times height of one picture (Pillow's own error threshold)."""
+    """Width times height of one picture (Pillow's own error threshold). One whose file is far too small for its
+    size, as only blank pictures and decompression bombs are, may have half as many."""
     max_image_bytes: int = 256 * 2**20
     """Encoded size of one picture."""
     max_images: int = 64
     """Pictures in one request."""
+    max_decoded_bytes: int = 2 * 2**30
+    """All pictures of one request, decoded: 3 bytes a pixel."""
+    formats: tuple[str, ...] = IMAGE_FORMATS
+    """File formats to read, some of `IMAGE_FORMATS`. HEIF needs the package pillow-heif."""
+    allow_truncated: bool = False
+    """Take what can be decoded of a file that is cut short, instead of refusing it."""
+    allow_paths: bool = True
+    """Read files named by a path or a file:// URL."""
+    allow_urls: bool = True
+    """Fetch http:// and https:// URLs, from public addresses only."""
+    fetch_timeout_s: float = 30.0
+    """Longest time a URL may take, redirects included."""
 
     def __post_init__(self) -> None:
-        for name in ("max_image_pixels", "max_image_bytes", "max_images"):
+        for name in ("max_image_pixels", "max_image_bytes", "max_images", "max_decoded_bytes"):
             _require_kind(Integral, name, getattr(self, name), "a whole number")
             _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
+        for name in ("allow_truncated", "allow_paths", "allow_urls"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _require_kind(Real, "fetch_timeout_s", self.fetch_timeout_s, "a number of seconds")
+        _require(0 < self.fetch_timeout_s < float("inf"), "fetch_timeout_s", self.fetch_timeout_s, "above 0")
+        _require(
+            isinstance(self.formats, (tuple, list)) and len(self.formats) > 0, "formats", self.formats, "some formats"
+        )
+        for name in self.formats:
+            _require(name in IMAGE_FORMATS, "each of formats", name, f"one of {', '.join(IMAGE_FORMATS)}")
+        object.__setattr__(self, "formats", tuple(self.formats))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,3 +152,248 @@ class Batching:
         for name in ("max_sequences", "max_step_tokens", "max_encode_tiles"):
             _require_kind(Integral, name, getattr(self, name), "a whole number")
             _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caching:
+    """What is kept of earlier work. A cache never changes an answer, it only makes it come sooner.
+
+    Every size is a limit, not a reservation; 0 switches that cache off.
+
+    Raises:
+        OptionError: a size is negative or no whole number, or the salt is no text.
+    """
+
+    features_ram_bytes: int = 256 * 2**20
+    """Encoded pictures kept in memory."""
+    features_disk_bytes: int = 2 * 2**30
+    """Encoded pictures kept on disk, for the next process too."""
+    prefix_ram_bytes: int = 512 * 2**20
+    """Keys and values of prompts kept in memory."""
+    prefix_disk: bool = False
+    """Also keep the keys and values of whole picture prefixes on disk."""
+    prefix_disk_bytes: int = 2 * 2**30
+    """Keys and values kept on disk, with `prefix_disk`."""
+    folder: str | os.PathLike[str] | None = None
+    """Where the disk caches live. None is the environment's VLMFAST_CACHE_DIR, else `vlmfast` in the user's cache
+    directory. Several processes may share a folder."""
+    salt: str = ""
+    """Work done under one salt is never found under another: one salt for each tenant."""
+
+    def __post_init__(self) -> None:
+        for name in ("features_ram_bytes", "features_disk_bytes", "prefix_ram_bytes", "prefix_disk_bytes"):
+            _require_kind(Integral, name, getattr(self, name), "a whole number of bytes")
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or more bytes")
+        _require(isinstance(self.prefix_disk, bool), "prefix_disk", self.prefix_disk, "True or False")
+        _require(isinstance(self.salt, str), "salt", self.salt, "a text")
+        if self.folder is not None:
+            _require_kind((str, os.PathLike), "folder", self.folder, "a path")
+            _require(os.fspath(self.folder) != "", "folder", self.folder, "a path")
+
+    @classmethod
+    def off(cls) -> Caching:
+        """Nothing is kept."""
+        return cls(features_ram_bytes=0, features_disk_bytes=0, prefix_ram_bytes=0, prefix_disk_bytes=0)
+
+
+class Overflow(StrEnum):
+    """What a chat does when it no longer fits the model's context."""
+
+    ERROR = "error"
+    """Refuses the question and stays as it is."""
+    DROP = "drop"
+    """Drops whole turns, the oldest without pictures first, until the question and an answer fit."""
+
+    @classmethod
+    def of(cls, value: Overflow | str) -> Overflow:
+        """The option by name.
+
+        Raises:
+            OptionError: there is none of this name.
+        """
+        _require(value in {one.value for one in cls}, "overflow", value, f"one of {', '.join(cls)}")
+        return cls(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """How closely `vlmfast verify` compares with transformers.
+
+    Raises:
+        OptionError: a value is out of its range.
+    """
+
+    max_new_tokens: int = 64
+    """Greedy tokens to compare."""
+    tolerance: float | None = None
+    """Largest difference of an activation from transformers', relative to the RMS of its row (one token, one patch).
+    The default depends on the dtype: 0.001 in float32, 0.5 in bfloat16, 0.1 in float16."""
+    grey_levels: float = 1.0
+    """Largest difference of a pixel, in grey levels of 255."""
+
+    def __post_init__(self) -> None:
+        _require_kind(Integral, "max_new_tokens", self.max_new_tokens, "a whole number")
+        _require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "at least 1")
+        for name in ("grey_levels", *(("tolerance",) if self.tolerance is not None else ())):
+            value = getattr(self, name)
+            _require_kind(Real, name, value, "a number")
+            _require(0.0 <= value < float("inf"), name, value, "0 or a positive number")
+
+    def tolerance_in(self, dtype: str) -> float:
+        """The tolerance of a run in "float32", "bfloat16" or "float16"."""
+        return _TOLERANCES[dtype] if self.tolerance is None else self.tolerance
+
+
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+"""Rounding leaves up to 2e-5 in float32; in bfloat16 0.1 on the bundled model, 0.26 on random weights of wide range."""
+
+
+Keep: TypeAlias = float | int
+"""How many visual tokens to keep: a share above 0 and up to 1 (all), or a number from 2 on."""
+
+
+def _require_keep(name: str, keep: Keep) -> None:
+    rule = "a share above 0 and up to 1, or a whole number of tokens from 2 on"
+    _require_kind(Real, name, keep, rule)
+    _require(0 < keep <= 1 or (isinstance(keep, Integral) and keep >= 2), name, keep, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastV:
+    """Drops visual tokens inside the decoder that the question hardly looks at. Lossy.
+
+    The tokens of all pictures of a turn are ranked together, by the attention that the turn's last prompt token pays
+    them one layer before; those kept stay at their positions (Chen et al., arXiv 2403.06764).
+
+    Raises:
+        OptionError: a value is out of its range.
+    """
+
+    layer: int = 2
+    """The first layer, counted from 0, that runs on fewer tokens. The number of layers drops nothing."""
+    keep: Keep = 0.5
+    """What is kept: a share of a turn's visual tokens above 0 and up to 1 (all), or a number of them from 2 on."""
+    then: tuple[tuple[int, Keep], ...] = ()
+    """Further steps, each (layer, keep): at later layers, with fewer of the turn's tokens."""
+    rank: Literal["attention", "random"] = "attention"
+    """What decides. "random" is the control that a ranking must beat."""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.then, (tuple, list)), "then", self.then, "pairs of (layer, keep)")
+        for one in self.then:
+            _require(isinstance(one, (tuple, list)) and len(one) == 2, "each of then", one, "a pair (layer, keep)")
+        object.__setattr__(self, "then", tuple((layer, keep) for layer, keep in self.then))
+        for layer, keep in self.steps:
+            _require_kind(Integral, "layer", layer, "a whole number")
+            _require(layer >= 1, "layer", layer, "at least 1: the layer before it ranks the tokens")
+            _require_keep("keep", keep)
+        layers = [layer for layer, _ in self.steps]
+        _require(layers == sorted(set(layers)), "then", self.then, f"at layers above {self.layer}, in rising order")
+        for (_, more), (_, fewer) in pairwise(self.steps):
+            like = (more <= 1) == (fewer <= 1)
+            _require(not like or fewer <= more, "then", self.then, "of keeps that do not grow")
+        _require(self.rank in ("attention", "random"), "rank", self.rank, "'attention' or 'random'")
+
+    @property
+    def steps(self) -> tuple[tuple[int, Keep], ...]:
+        """Every (layer, keep), the first one included."""
+        return ((self.layer, self.keep), *self.then)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToMe:
+    """Merges similar patches inside the vision tower, which then computes fewer. Lossy.
+
+    The connector needs the whole grid, so its rows are written out again before it: the tower gets faster, the prompt
+    does not get shorter (Bolya et al., arXiv 2210.09461).
+
+    Raises:
+        OptionError: a value is out of its range.
+    """
+
+    r: int | float | tuple[int | float, ...] = 0.08
+    """Patches merged in every layer: a number, or a share up to 0.5 of those that are left. Several: layer by layer,
+    none in the layers after. A layer merges at most half of its patches."""
+
+    def __post_init__(self) -> None:
+        values = self.r if isinstance(self.r, (tuple, list)) else (self.r,)
+        rule = "a whole number from 0 on or a share up to 0.5, or a tuple of these"
+        for value in values:
+            _require_kind(Real, "r", value, rule)
+            _require(0 <= value <= 0.5 or (isinstance(value, Integral) and value > 0), "r", value, rule)
+        if isinstance(self.r, list):
+            object.__setattr__(self, "r", tuple(self.r))
+
+
+REDUCERS = ("saliency", "diversity", "scope", "merge", "pool", "random")
+"""Ways to make fewer visual tokens of a picture before the decoder sees them; see `vlmfast.prune.reducers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Cuts a picture's visual tokens before the decoder sees them, the same ones whatever is asked. Lossy.
+
+    Those that are left keep their positions, so the model still knows where in the picture they lie.
+
+    Raises:
+        OptionError: no such method, or a value out of its range.
+    """
+
+    method: str
+    """saliency: what the tower looks at, the rest merged into a few (VisionZip); diversity: tokens far from each other
+    (DivPrune); scope: tokens that stand for many others and are looked at (SCOPE); merge: similar ones merged (ToMe);
+    pool: means over squares of the grid; random: the control that a method must beat."""
+    _: KW_ONLY
+    keep: Keep | Literal["auto"] = 0.25
+    """What is kept of a picture: a share above 0 and up to 1 (all), a number of tokens from 2 on, at least one for each
+    of its frames; or "auto": as many as it takes until each token left out is much like one that is kept."""
+    floor: float = 0.25
+    """The smallest share that "auto" keeps."""
+    seed: int = 0
+    """Of "random"."""
+
+    def __post_init__(self) -> None:
+        _require(self.method in REDUCERS, "method", self.method, f"one of {', '.join(REDUCERS)}")
+        if isinstance(self.keep, str):
+            _require(self.keep == "auto", "keep", self.keep, "a share, a number of tokens, or 'auto'")
+            _require(self.method != "pool", "keep", self.keep, "a share or a number with 'pool', which has no ranking")
+        else:
+            _require_keep("keep", self.keep)
+        _require_kind(Real, "floor", self.floor, "a share")
+        _require(0 < self.floor <= 1, "floor", self.floor, "above 0 and at most 1")
+        _require_kind(Integral, "seed", self.seed, "a whole number")
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+
+
+Resolution: TypeAlias = Literal["low", "high", "auto"] | int
+_RESOLUTION_RULE = "'low', 'high', 'auto' or a number of tiles from 1 on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vision:
+    """How many visual tokens are computed on. Every part is lossy, and off unless it is given."""
+
+    resolution: Resolution = "high"
+    """Size at which pictures are seen. "high": the checkpoint's own; "low": its lowest; "auto": the lowest at which a
+    picture loses little detail, so text keeps its tiles; a number: at most so many tiles, the global frame included."""
+    max_pixels: int | None = None
+    """Most pixels, width times height, at which a picture is cut into tiles; none by default."""
+    tome: ToMe | None = None
+    """Merging inside the vision tower."""
+    reduce: Reduce | None = None
+    """Fewer tokens of each picture, before the decoder."""
+    fastv: FastV | None = None
+    """Fewer tokens of each question, inside the decoder."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("tome", ToMe), ("reduce", Reduce), ("fastv", FastV)):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__} or None")
+        if isinstance(self.resolution, str):
+            _require(self.resolution in ("low", "high", "auto"), "resolution", self.resolution, _RESOLUTION_RULE)
+        else:
+            _require_kind(Integral, "resolution", self.resolution, _RESOLUTION_RULE)
+            _require(self.resolution > 0, "resolution", self.resolution, _RESOLUTION_RULE)
+        if self.max_pixels is not None:
+            _require_kind(Integral, "max_pixels", self.max_pixels, "a whole number")
+            _require(self.max_pixels > 0, "max_pixels", self.max_pixels, "at least 1")

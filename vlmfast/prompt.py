@@ -77,6 +77,11 @@ class Prompt:
     def num_visual_tokens(self) -> int:
         return sum(span.num_visual_tokens for span in self.spans)
 
+    @property
+    def num_skipped(self) -> int:
+        """Visual tokens that were cut. Those left, and the text behind them, stay at their positions."""
+        return sum(span.plan.n_tokens - span.num_visual_tokens for span in self.spans)
+
 
 class PromptBuilder:
     """Builds prompts for one checkpoint.

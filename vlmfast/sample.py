@@ -71,16 +71,42 @@ class Sampler:
         Raises:
             ModelError: the largest score is no number.
         """
+        scores, likeliest = self._scores(logits)
+        if self._generator is None:
+            return self.remember(int(likeliest))
+        return self.remember(self.draw(probabilities(scores, self._sampling).cpu()))
+
+    @property
+    def is_greedy(self) -> bool:
+        return self._generator is None
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """What `choose` would draw from: float32 [V] on the CPU.
+
+        Raises:
+            ModelError: the largest score is no number.
+        """
+        return probabilities(self._scores(logits)[0], self._sampling).cpu()
+
+    def draw(self, distribution: Tensor) -> int:
+        """A token drawn from a distribution [V], which need not sum to 1."""
+        return int(torch.multinomial(distribution, 1, generator=self._generator))
+
+    def chance(self) -> float:
+        """A number drawn evenly from 0 (included) to 1."""
+        return float(torch.rand((), generator=self._generator))
+
+    def remember(self, token_id: int) -> int:
+        """Notes a chosen token for the repetition penalty, and returns it."""
+        if self._seen is not None:
+            self._seen[token_id] = True
+        return token_id
+
+    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits with the repetition penalty, and the index of the largest."""
         if self._seen is not None:
             logits = penalise(logits, self._seen, self._sampling.repetition_penalty)
         likeliest = _likeliest(logits)
         if not math.isfinite(logits[likeliest]):
             raise ModelError("the model's scores are not numbers; its weights are damaged or its dtype overflows")
-        if self._generator is None:
-            token_id = int(likeliest)
-        else:
-            distribution = probabilities(logits, self._sampling).cpu()
-            token_id = int(torch.multinomial(distribution, 1, generator=self._generator))
-        if self._seen is not None:
-            self._seen[token_id] = True
-        return token_id
+        return logits, likeliest

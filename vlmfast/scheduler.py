@@ -1,16 +1,18 @@
 """Decides what one engine step computes, and is the only one to change sequences. No torch.
 
 Sequences join and leave at every step. Those that decode come first, one token each; what is left of the step's token
-budget goes to prompts in order of arrival, in chunks where a prompt is longer than what is left.
+budget goes to prompts in order of arrival, in chunks where a prompt is longer than what is left. The rest is drafts'.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from vlmfast.cache.pages import PagePool
+from vlmfast.cache.prefix import PrefixCache, Segment
 from vlmfast.options import Batching
 from vlmfast.sequence import Sequence, Status
 
@@ -33,6 +35,8 @@ class ScheduledSequence:
     start: int
     end: int
     samples: bool
+    draft_budget: int = 0
+    """Most tokens that may be drafted after them, and verified in the same pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +48,11 @@ class StepPlan:
 
 
 class Scheduler:
-    """Holds the waiting and the running sequences and the page ids."""
+    """Holds the waiting and the running sequences, the page ids, and what prefixes are known (None: none ever)."""
 
-    def __init__(self, batching: Batching) -> None:
+    def __init__(self, batching: Batching, prefixes: PrefixCache | None = None) -> None:
         self._batching = batching
+        self._prefixes = prefixes
         self._pages = PagePool(batching.max_sequences)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -70,26 +75,53 @@ class Scheduler:
         scheduled: list[ScheduledSequence] = []
         encode: list[Sequence] = []
         decoding = [sequence for sequence in self._running if sequence.num_computed >= sequence.num_prompt_tokens]
-        for sequence in decoding[:budget]:
-            scheduled.append(_slice(sequence, Phase.DECODE, sequence.num_tokens))
-            budget -= 1
+        decoding = decoding[:budget]
+        budget -= len(decoding)
         self._admit()
         for sequence in self._running:
             if budget < 1 or sequence.num_computed >= sequence.num_prompt_tokens:
                 continue
-            if sequence.num_computed == 0 and sequence.request.images:
+            whole = sequence.request.pruning is not None
+            if whole and sequence.num_tokens > budget and len(scheduled) > len(decoding):
+                continue  # for a step that has room for all of it
+            self._recall(sequence)
+            if sequence.num_computed == sequence.num_cached and sequence.first_new_image < len(sequence.request.images):
                 encode.append(sequence)
-            end = min(sequence.num_computed + budget, sequence.num_tokens)
+            end = sequence.num_tokens if whole else min(sequence.num_computed + budget, sequence.num_tokens)
             scheduled.append(_slice(sequence, Phase.PREFILL, end))
             budget -= end - sequence.num_computed
-        return StepPlan(scheduled=tuple(scheduled), encode=tuple(encode))
+        decodes: list[ScheduledSequence] = []
+        for sequence in decoding:
+            draft_budget = min(sequence.max_draft_tokens, budget)
+            decodes.append(_slice(sequence, Phase.DECODE, sequence.num_tokens, draft_budget))
+            budget -= draft_budget
+        return StepPlan(scheduled=(*decodes, *scheduled), encode=tuple(encode))
 
-    def advance(self, scheduled: ScheduledSequence, token_id: int | None) -> None:
-        """Notes that a scheduled slice was computed and which token it chose, if it chose one."""
+    def advance(self, scheduled: ScheduledSequence, token_id: int | None, num_accepted: int = 0) -> None:
+        """Notes that a scheduled slice was computed and which token it chose, if it chose one.
+
+        With a draft it is called for each token that came of it, in order, `num_accepted` counting from 0.
+        """
         sequence = scheduled.sequence
         if token_id is not None:
             sequence.output_ids.append(token_id)
-        sequence.num_computed = scheduled.end
+        sequence.num_computed = scheduled.end + num_accepted
+        if sequence.prefix is not None:
+            sequence.prefix.segments.clear()  # they lie in the page now
+
+    def remember(self, sequence: Sequence, copy: Callable[[int, int], Segment]) -> None:
+        """Makes the computed tokens of a running sequence known to those that come later.
+
+        copy(start, end) gives the keys and values of its tokens start .. end - 1; it is called for new ones only.
+        """
+        if self._prefixes is not None and sequence.prefix is not None:
+            units = sequence.units(sequence.num_computed)
+            self._prefixes.insert(sequence.prefix, units, copy, sequence.request.salt)
+
+    def persist(self, sequence: Sequence, copy: Callable[[int, int], Segment]) -> None:
+        """As `remember`, for later processes; of the prompt's pictures and what stands before them."""
+        if self._prefixes is not None and sequence.request.pruning is None:
+            self._prefixes.persist(sequence.units(sequence.num_prompt_tokens), copy)
 
     def finish(self, sequence: Sequence) -> int | None:
         """Ends a sequence, finished or not, and frees its page; returns the page id it held."""
@@ -98,6 +130,9 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self._waiting.remove(sequence)
         page_id, sequence.page_id = sequence.page_id, None
+        if self._prefixes is not None and sequence.prefix is not None:
+            self._prefixes.release(sequence.prefix)
+        sequence.prefix = None
         if page_id is not None:
             self._pages.give_back(page_id)
         sequence.status = Status.FINISHED
@@ -109,7 +144,18 @@ class Scheduler:
         held = [sequence.page_id for sequence in self._running]
         assert None not in held and len(set(held)) == len(held)
         assert len(held) == self._pages.num_pages - self._pages.num_free
-        assert all(sequence.page_id is None for sequence in self._waiting)
+        assert all(sequence.page_id is None and sequence.prefix is None for sequence in self._waiting)
+        if self._prefixes is not None:
+            self._prefixes.check_integrity()
+            assert self._prefixes.num_pins == sum(sequence.prefix is not None for sequence in self._running)
+
+    def _recall(self, sequence: Sequence) -> None:
+        """Lets a sequence that has not begun start behind its known prefix. One prompt token is always computed."""
+        if self._prefixes is None or sequence.prefix is not None or sequence.request.pruning is not None:
+            return
+        units = sequence.units(sequence.num_prompt_tokens - 1)
+        sequence.prefix = self._prefixes.match(units, sequence.request.salt)
+        sequence.num_computed = sequence.num_cached = sequence.prefix.num_tokens
 
     def _admit(self) -> None:
         while self._waiting:
@@ -122,11 +168,12 @@ class Scheduler:
             self._running.append(sequence)
 
 
-def _slice(sequence: Sequence, phase: Phase, end: int) -> ScheduledSequence:
+def _slice(sequence: Sequence, phase: Phase, end: int, draft_budget: int = 0) -> ScheduledSequence:
     return ScheduledSequence(
         sequence=sequence,
         phase=phase,
         start=sequence.num_computed,
         end=end,
         samples=end == sequence.num_tokens,
+        draft_budget=draft_budget,
     )

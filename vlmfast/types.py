@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -12,22 +13,21 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageInput:
-    """A decoded picture. Its identity is its content: never a path, never an object id."""
+    """A picture. Its identity is its content: never a path, never an object id."""
 
-    pixels: npt.NDArray[np.uint8]
-    """RGB, [H, W, 3], upright, alpha flattened."""
+    width: int
+    height: int
     digest: str
     """sha256 over mode, width, height and pixels, in hex."""
     name: str
     """How to call it in messages: a file name, or what kind of object it was."""
+    source: npt.NDArray[np.uint8] | Callable[[], npt.NDArray[np.uint8]] = field(repr=False)
+    """The pixels, or what decodes them: a picture whose features are known need not be decoded."""
 
     @property
-    def width(self) -> int:
-        return int(self.pixels.shape[1])
-
-    @property
-    def height(self) -> int:
-        return int(self.pixels.shape[0])
+    def pixels(self) -> npt.NDArray[np.uint8]:
+        """RGB, [H, W, 3], upright, alpha flattened."""
+        return self.source() if callable(self.source) else self.source
 
 
 class FinishReason(StrEnum):
@@ -41,23 +41,52 @@ class FinishReason(StrEnum):
     """The caller went away."""
 
 
+class FeatureSource(StrEnum):
+    """Where a picture's features came from."""
+
+    ENCODER = "encoder"
+    RAM = "ram"
+    DISK = "disk"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """What an answer cost, in tokens."""
 
     prompt_tokens: int
     """All tokens before the answer, visual ones included."""
+    cached_tokens: int
+    """How many of these had their keys and values already: the beginning of an earlier prompt or chat."""
     visual_tokens: int
+    """Tokens of the pictures in the prompt."""
+    visual_tokens_before: int
+    """As many as there would be without a reducer (`Vision.reduce`)."""
+    visual_tokens_after: int
+    """As many as reach the last layer of the decoder: fewer than in the prompt with `Vision.fastv`."""
     completion_tokens: int
+    draft_tokens: int
+    """Tokens proposed ahead and verified."""
+    accepted_tokens: int
+    """How many of these were right: passes through the decoder that were saved."""
     num_images: int
     num_tiles: int
-    """Frames that the vision tower encoded."""
+    """Frames of the pictures for the vision tower."""
+    images_encoded: int
+    """Pictures that went through the vision tower for this answer."""
+    images_from_ram: int
+    """Pictures whose features were in memory."""
+    images_from_disk: int
+    """Pictures whose features were on disk."""
+    images_from_prefix: int
+    """Pictures among the cached tokens, which needed no features."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time went, in milliseconds of wall clock."""
 
+    load_ms: float
+    """Loading the model, in the first answer after it; 0 in the others. Not part of the times below."""
     image_ms: float
     """Loading the pictures and building the prompt."""
     encode_ms: float
@@ -68,6 +97,8 @@ class Timings:
     """From the call to the first token."""
     decode_ms: float
     """Decoder passes after the first token."""
+    token_ms: float
+    """`decode_ms` a token."""
     total_ms: float
 
 
@@ -81,6 +112,8 @@ class Answer:
     timings: Timings
     token_ids: tuple[int, ...]
     """The generated tokens, without the one that ended the answer."""
+    kept_places: tuple[int, ...] | None = None
+    """With `Vision.fastv`: the places in the prompt of the visual tokens that reach the last layer."""
 
     def __str__(self) -> str:
         return self.text

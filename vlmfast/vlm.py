@@ -5,25 +5,35 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import numpy as np
 import torch
-from PIL import Image
 
+from vlmfast.cache.disk import DiskStore
+from vlmfast.cache.features import open_feature_cache, open_feature_store
+from vlmfast.cache.key import arithmetic_of, vision_fingerprint, weights_digest
+from vlmfast.cache.pictures import PictureMemory
+from vlmfast.cache.prefix import PrefixCache
+from vlmfast.cache.prefix_disk import PrefixDisk, open_prefix_store, prefix_fingerprint
+from vlmfast.captions import captions
 from vlmfast.checkpoint import Checkpoint, read_checkpoint, resolve_folder
 from vlmfast.device import resolve_device, resolve_dtype
 from vlmfast.engine import Engine
-from vlmfast.errors import ImageLimitError, InputError, VLMFastError
-from vlmfast.image.load import ImageSource, load_image, source_name
-from vlmfast.options import Batching, Limits, Sampling
-from vlmfast.prompt import Message, PromptBuilder
+from vlmfast.errors import InputError
+from vlmfast.image.load import ImageSource, is_image_source, load_image, load_images
+from vlmfast.kv import KVSegment, bytes_per_token
+from vlmfast.metrics import Counters
+from vlmfast.options import Batching, Caching, Limits, Overflow, Sampling, Vision
+from vlmfast.planner import PromptPlanner
+from vlmfast.prompt import Message, Prompt, PromptBuilder
 from vlmfast.runner import Runner
 from vlmfast.scheduler import Scheduler
 from vlmfast.sequence import Request
+from vlmfast.spec.options import DEFAULT_DRAFTER, Drafting, Speculation
+from vlmfast.spec.speculator import Speculator
 from vlmfast.types import Answer, CaptionError, Chunk, ImageInput
 from vlmfast.vision import VisionEncoder
 from vlmfast_kernels.op import all_ops
@@ -53,22 +63,43 @@ class VLM:
         dtype: torch.dtype,
         limits: Limits,
         batching: Batching,
+        caching: Caching,
+        speculation: Speculation,
     ) -> None:
         self.checkpoint = checkpoint
         self.device = device
         self.dtype = dtype
+        self.model = model  # the networks: vision, connector, decoder
         self.limits = limits
         self._batching = batching
+        self._caching = caching
+        self._speculation = speculation
+        self._speculator = Speculator(
+            speculation, barriers=frozenset({checkpoint.config.image_token_id}), ends=checkpoint.eos_token_ids
+        )
+        self._load_ms = 0.0
+        """Taken by the first request."""
+        self.counters = Counters()
+        store = open_feature_store(caching, self.counters)
+        features = open_feature_cache(caching, store, self.counters)
+        self._pictures = None if features is None else PictureMemory(store)
         self._vision = VisionEncoder(
-            model, checkpoint.preprocess, device=device, dtype=dtype, max_tiles=batching.max_encode_tiles
+            model,
+            checkpoint.preprocess,
+            device=device,
+            dtype=dtype,
+            max_tiles=batching.max_encode_tiles,
+            fingerprint=self._vision_fingerprint(store) if features is not None or caching.prefix_disk else "",
+            cache=features,
         )
         self._prompts = PromptBuilder(
             checkpoint.tokenizer, checkpoint.chat_template, model.image_token, model.placeholder
         )
+        self._planner = PromptPlanner(self._vision, self._prompts, checkpoint.config, batching)
         max_context = checkpoint.config.text.max_positions
         self._engine = Engine(
-            Scheduler(batching),
-            Runner(model, self._vision, device=device, dtype=dtype, capacity=max_context),
+            Scheduler(batching, self._prefix_cache(store)),
+            Runner(model, self._vision, self._speculator, device=device, dtype=dtype, capacity=max_context),
             tokenizer=checkpoint.tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
             max_context=max_context,
@@ -84,6 +115,8 @@ class VLM:
         revision: str | None = None,
         limits: Limits | None = None,
         batching: Batching | None = None,
+        caching: Caching | Literal[False] | None = None,
+        speculation: Drafting = DEFAULT_DRAFTER,
         progress: Callable[[int, int], None] | None = None,
     ) -> VLM:
         """Loads a checkpoint.
@@ -92,134 +125,245 @@ class VLM:
             name_or_path: a checkpoint folder, or a Hugging Face hub name (downloaded once); None is the small model
                 that comes with vlmfast.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: "auto", "float32", "bfloat16" or "float16" (CUDA only).
+            dtype: "auto", "float32", "bfloat16", "float16" (CUDA only) or "int8" (CPU only; lossy): the decoder's
+                weights in int8, everything else in bfloat16.
             revision: branch, tag or commit on the hub.
             limits: what a request may cost.
             batching: how much one step takes on.
+            caching: what is kept of earlier work, for this process and the next; False keeps nothing.
+            speculation: how tokens are drafted ahead: "auto", "lookup", "suffix", "off", or `Speculation`.
             progress: called as progress(tensors loaded, tensors in all).
 
         Raises:
             ModelError: the checkpoint is missing, incomplete, of another architecture, or does not match its weights.
             DeviceError: the device or dtype is not available.
         """
+        started = time.perf_counter()
+        speculation = Speculation.of(speculation)  # a wrong name is said at once
         checkpoint = read_checkpoint(resolve_folder(name_or_path, revision=revision))
         torch_device = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, checkpoint.stored_dtype, torch_device)
         network = family(checkpoint.config.model_type)
         model = allocate(lambda: network(checkpoint.config), device=torch_device, dtype=torch_dtype)
         load_checkpoint(model, checkpoint.folder, progress=progress)
+        decoder: Any = model.decoder
+        decoder.int8 = dtype == "int8"
         prepare_for_inference(model)
-        return cls(
+        vlm = cls(
             checkpoint,
             model,
             device=torch_device,
             dtype=torch_dtype,
             limits=limits or Limits(),
             batching=batching or Batching(),
+            caching=Caching.off() if caching is False else caching or Caching(),
+            speculation=speculation,
         )
+        vlm._load_ms = (time.perf_counter() - started) * 1e3
+        return vlm
 
     @property
     def name(self) -> str:
         """The checkpoint folder's name."""
         return Path(self.checkpoint.folder).name
 
-    def describe(self, images: Images, prompt: str, *, sampling: Sampling | None = None) -> Answer:
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return self.checkpoint.config.text.max_positions
+
+    def describe(
+        self,
+        images: Images,
+        prompt: str,
+        *,
+        sampling: Sampling | None = None,
+        vision: Vision | None = None,
+        speculation: Drafting | None = None,
+    ) -> Answer:
         """Answers one question about a picture, or about several together.
 
         Args:
             images: a picture (see `load_image`), a list of them, or None (or an empty list) for a question about none.
             prompt: the question, plain text; special tokens typed in it stay text.
             sampling: how to answer; greedy by default.
+            vision: compute on fewer visual tokens (lossy); all of them by default.
+            speculation: how to draft for this answer; None is as the model was loaded.
 
         Raises:
-            InputError: a picture or the prompt can not be used; the message names it.
+            InputError: a picture, the prompt or an option can not be used; the message names it.
         """
         answer = None
-        for chunk in self.stream(images, prompt, sampling=sampling):
+        for chunk in self.stream(images, prompt, sampling=sampling, vision=vision, speculation=speculation):
             answer = chunk.answer
         assert answer is not None
         return answer
 
-    def stream(self, images: Images, prompt: str, *, sampling: Sampling | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        images: Images,
+        prompt: str,
+        *,
+        sampling: Sampling | None = None,
+        vision: Vision | None = None,
+        speculation: Drafting | None = None,
+    ) -> Iterator[Chunk]:
         """As `describe`, handing out text as it is certain; the last chunk carries the answer.
 
         Bad input raises here, before the first chunk. Closing the iterator cancels the request.
         """
         started = time.perf_counter()
         message = Message(role="user", text=prompt, images=self.load_images(images))
-        return self._submit([message], sampling, started)
+        return self._submit([message], sampling, vision, started, speculation=speculation)
 
     def caption(
-        self, images: Iterable[ImageSource], prompt: str = "Describe the picture.", *, sampling: Sampling | None = None
+        self,
+        images: Iterable[ImageSource],
+        prompt: str = "Describe the picture.",
+        *,
+        sampling: Sampling | None = None,
+        vision: Vision | None = None,
     ) -> Iterator[Answer | CaptionError]:
         """Asks the same of each picture, several at a time; yields in input order.
 
         A picture that can not be answered yields a `CaptionError` in its place and harms no other.
         """
-        if isinstance(images, (str, bytes, os.PathLike, Image.Image, np.ndarray, ImageInput)):
+        if is_image_source(images):
             images = [images]  # one picture, not a row of letters, bytes or pixel rows
-        pending: deque[tuple[str, Iterator[Chunk] | CaptionError]] = deque()
-        for index, source in enumerate(images):
-            name = source_name(source, index)
-            pending.append((name, self._submit_caption(source, name, prompt, sampling)))
-            if len(pending) >= self._batching.max_sequences:
-                yield _fetch_caption(*pending.popleft())
-        while pending:
-            yield _fetch_caption(*pending.popleft())
 
-    def chat(self, images: Images = None, *, system: str | None = None) -> Chat:
-        """A conversation that keeps its turns; `images` belong to the first question."""
+        def submit(image: ImageInput) -> Iterator[Chunk]:
+            message = Message(role="user", text=prompt, images=(image,))
+            return self._submit([message], sampling, vision, time.perf_counter())
+
+        return captions(
+            images,
+            load=partial(load_image, limits=self.limits, known=self._pictures),
+            submit=submit,
+            max_running=self._batching.max_sequences,
+            look_ahead=self._batching.max_sequences,
+        )
+
+    def chat(
+        self,
+        images: Images = None,
+        *,
+        system: str | None = None,
+        overflow: Overflow | str = Overflow.ERROR,
+        vision: Vision | None = None,
+    ) -> Chat:
+        """A conversation that keeps its turns; `images` belong to the first question, `vision` holds for all turns."""
         from vlmfast.chat import Chat
 
-        return Chat(self, images=self.load_images(images), system=system)
+        return Chat(self, images=self.load_images(images), system=system, overflow=overflow, vision=vision)
 
     def answer_messages(
-        self, messages: Sequence[Message], *, sampling: Sampling | None = None, started: float | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        sampling: Sampling | None = None,
+        vision: Vision | None = None,
+        started: float | None = None,
+        room: int = 1,
     ) -> Iterator[Chunk]:
-        """Streams the assistant's next turn of a conversation."""
-        return self._submit(messages, sampling, started or time.perf_counter())
+        """Streams the assistant's next turn of a conversation; it is refused without room for so many tokens."""
+        return self._submit(messages, sampling, vision, started or time.perf_counter(), room)
 
     def load_images(self, images: Images) -> tuple[ImageInput, ...]:
         """Decodes the pictures of one request, within the limits.
 
         Raises:
             ImageError: one of them can not be used; it is named.
-            ImageLimitError: too many of them, or one too large.
+            ImageLimitError: too many of them, one too large, or all together.
         """
         if images is None:
             return ()
         sources: list[Any] = list(images) if isinstance(images, (list, tuple)) else [images]
-        if len(sources) > self.limits.max_images:
-            raise ImageLimitError(
-                f"{len(sources)} pictures in one request, the limit is {self.limits.max_images}; "
-                "raise Limits(max_images=...)"
-            )
-        return tuple(load_image(source, limits=self.limits) for source in sources)
+        return load_images(sources, limits=self.limits, known=self._pictures)
+
+    def build_prompt(self, messages: Sequence[Message], vision: Vision | None = None) -> Prompt:
+        """The token ids that a conversation becomes, ending where the assistant's next turn begins.
+
+        Raises:
+            InputError: the checkpoint's chat template refuses it, or the model can not do what `vision` asks for.
+        """
+        return self._planner.prompt(messages, vision or Vision())
 
     def explain(self) -> str:
         """Which implementation each operation runs on, and why not a faster one."""
         lines = [op.explain(self.device, self.dtype) for op in all_ops().values()]
-        return "\n".join([f"device {self.device}, dtype {self.dtype}", explain_linear(self.device, self.dtype), *lines])
+        where = f"device {self.device}, dtype {self.dtype}"
+        return "\n".join([where, self.model.decoder.explain(), explain_linear(self.device, self.dtype), *lines])
 
-    def _submit(self, messages: Sequence[Message], sampling: Sampling | None, started: float) -> Iterator[Chunk]:
+    def _submit(
+        self,
+        messages: Sequence[Message],
+        sampling: Sampling | None,
+        vision: Vision | None,
+        started: float,
+        room: int = 1,
+        speculation: Drafting | None = None,
+    ) -> Iterator[Chunk]:
         _check_text(messages[-1].text)
         if not messages[-1].text.strip():
             raise InputError('the prompt is empty; ask something, for example "What is in the picture?"')
         images = tuple(image for message in messages for image in message.images)
-        plans = [self._vision.plan(image) for image in images]
-        request = Request(prompt=self._prompts.build(messages, plans), images=images, sampling=sampling or Sampling())
+        vision = vision or Vision()
+        prompt = self._planner.prompt(messages, vision)
+        request = Request(
+            prompt=prompt,
+            images=images,
+            sampling=sampling or Sampling(),
+            salt=self._caching.salt,
+            room=room,
+            speculation=self._speculation if speculation is None else Speculation.of(speculation),
+            vision=vision,
+            pruning=self._planner.pruning(messages, vision, prompt),
+        )
         image_ms = (time.perf_counter() - started) * 1e3
-        return self._engine.stream(self._engine.submit(request, started=started, image_ms=image_ms))
+        seq_id = self._engine.submit(request, started=started, image_ms=image_ms, load_ms=self._load_ms)
+        self._load_ms = 0.0
+        return self._engine.stream(seq_id)
 
-    def _submit_caption(
-        self, source: ImageSource, name: str, prompt: str, sampling: Sampling | None
-    ) -> Iterator[Chunk] | CaptionError:
-        started = time.perf_counter()
-        try:
-            message = Message(role="user", text=prompt, images=(load_image(source, limits=self.limits),))
-            return self._submit([message], sampling, started)
-        except VLMFastError as error:
-            return CaptionError(image=name, kind=error.code, message=str(error))
+    def _vision_fingerprint(self, store: DiskStore | None) -> str:
+        """What the features of every picture depend on."""
+        config = self.checkpoint.config
+        return vision_fingerprint(
+            weights=self._weights_digest(store, lambda ours: not ours.startswith("decoder.")),
+            network=repr((config.model_type, config.vision, config.connector)),
+            preprocess=self.checkpoint.preprocess,
+            arithmetic=arithmetic_of(self.device, self.dtype, self.explain(), self._batching.max_encode_tiles),
+            salt=self._caching.salt,
+        )
+
+    def _weights_digest(self, store: DiskStore | None, wanted: Callable[[str], bool]) -> str:
+        """Digest of the checkpoint's tensors that our `wanted` parameters are made of."""
+        sources = self.model.tensor_sources()
+        names = {name for ours, pieces in sources.items() if wanted(ours) for name, _ in pieces}
+        return weights_digest(self.checkpoint.folder, lambda name: self.model.canonical_name(name) in names, store)
+
+    def _prefix_cache(self, store: DiskStore | None) -> PrefixCache | None:
+        """The known prefixes, with a tier on disk if asked for; `store` remembers the digest of the weights."""
+        text, caching = self.checkpoint.config.text, self._caching
+        if caching.prefix_ram_bytes == 0:
+            return None
+        prefix_store = open_prefix_store(caching, self.counters)
+        if prefix_store is None:
+            return PrefixCache(caching.prefix_ram_bytes, bytes_per_token(text, self.dtype))
+        disk = PrefixDisk(
+            prefix_store,
+            fingerprint=prefix_fingerprint(
+                weights=self._weights_digest(store, lambda ours: ours.startswith("decoder.")),
+                network=repr(text),
+                arithmetic=arithmetic_of(self.device, self.dtype, self.explain(), self._batching.max_encode_tiles),
+                salt=caching.salt,
+            ),
+            shape=(text.num_layers, text.num_kv_heads, text.head_dim),
+            dtype=self.dtype,
+            device=self.device,
+            rows_of=lambda segment: segment.rows,
+            wrap=KVSegment,
+        )
+        return PrefixCache(caching.prefix_ram_bytes, bytes_per_token(text, self.dtype), disk)
 
 
 def _check_text(text: object) -> None:
@@ -232,28 +376,17 @@ def _check_text(text: object) -> None:
         raise InputError(f"the prompt holds half a character at position {error.start}; give valid Unicode") from error
 
 
-def _fetch_caption(name: str, pending: Iterator[Chunk] | CaptionError) -> Answer | CaptionError:
-    """The finished answer of one picture. An error in it is its own row, whatever the kind (and is logged)."""
-    if isinstance(pending, CaptionError):
-        return pending
-    try:
-        answer = None
-        for chunk in pending:
-            answer = chunk.answer
-        assert answer is not None
-        return answer
-    except Exception as error:
-        _log.warning("captioning %s failed", name, exc_info=not isinstance(error, VLMFastError))
-        code = error.code if isinstance(error, VLMFastError) else "internal"
-        return CaptionError(image=name, kind=code, message=str(error))
-
-
 _default: tuple[str | None, VLM] | None = None
 """The one piece of global state: the model behind `describe`, with the name it was asked for by."""
 
 
 def describe(
-    images: Images, prompt: str, *, model: VLM | str | os.PathLike[str] | None = None, sampling: Sampling | None = None
+    images: Images,
+    prompt: str,
+    *,
+    model: VLM | str | os.PathLike[str] | None = None,
+    sampling: Sampling | None = None,
+    vision: Vision | None = None,
 ) -> Answer:
     """Answers a question about a picture: `print(vlmfast.describe("dog.png", "What is in the picture?"))`.
 
@@ -263,15 +396,16 @@ def describe(
         model: a loaded `VLM`, a checkpoint folder or hub name (kept loaded until another is named), or None for the
             small model that comes with vlmfast.
         sampling: how to answer; greedy by default.
+        vision: compute on fewer visual tokens (lossy); all of them by default.
 
     Raises:
         VLMFastError: see `VLM.describe` and `VLM.from_pretrained`.
     """
     global _default
     if isinstance(model, VLM):
-        return model.describe(images, prompt, sampling=sampling)
+        return model.describe(images, prompt, sampling=sampling, vision=vision)
     name = None if model is None else os.fspath(model)
     if _default is None or _default[0] != name:
         _default = (name, VLM.from_pretrained(name))
     vlm = _default[1]
-    return vlm.describe(images, prompt, sampling=sampling)
+    return vlm.describe(images, prompt, sampling=sampling, vision=vision)

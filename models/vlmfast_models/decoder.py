@@ -92,20 +92,23 @@ class DecoderLayer(nn.Module):
         self._linears = self.qkv.bound(), self.out.bound(), self.gate_up.bound(), self.down.bound()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention, layer: int) -> Tensor:
+        _, mlp_norm = self._norms
+        _, out, gate_up, down = self._linears
+        mixed = attention.attend(layer, *self.project(x, cos, sin))
+        x = out(mixed.reshape(x.shape[0], -1), x)
+        return down(self._silu_mul(gate_up(mlp_norm(x), None)), x)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [T, H, D], key and value [T, G, D] of the layer's input, turned to its positions."""
         config = self.config
-        attn_norm, mlp_norm = self._norms
-        qkv, out, gate_up, down = self._linears
-        num_tokens = x.shape[0]
-        heads = qkv(attn_norm(x), None).view(num_tokens, -1, config.head_dim)  # [T, H + 2G, D]
+        heads = self._linears[0](self._norms[0](x), None).view(x.shape[0], -1, config.head_dim)  # [T, H + 2G, D]
         split = config.num_heads + config.num_kv_heads
         turning = heads[:, :split]
         if self._head_norms is not None:
             q_norm, k_norm = self._head_norms
             turning = torch.cat((q_norm(turning[:, : config.num_heads]), k_norm(turning[:, config.num_heads :])), 1)
         turned = self._rotate(turning, cos, sin)
-        mixed = attention.attend(layer, turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:])
-        x = out(mixed.reshape(num_tokens, -1), x)
-        return down(self._silu_mul(gate_up(mlp_norm(x), None)), x)
+        return turned[:, : config.num_heads], turned[:, config.num_heads :], heads[:, split:]
 
 
 class Decoder(nn.Module):
@@ -190,6 +193,13 @@ class Decoder(nn.Module):
             if first_layer <= index < last:
                 hidden = layer.forward(hidden, cos, sin, attention, index)
         return hidden
+
+    def query(self, layer: int, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The queries [T, H, D] of a layer's input [T, E], as `run` computes them inside; they leave no trace."""
+        hidden = hidden.to(self.norm.weight.dtype)  # the compiled step gives float32
+        cos_table, sin_table = self._rope_tables(hidden.device, hidden.dtype)
+        cos, sin = cos_table[positions][:, None], sin_table[positions][:, None]
+        return cast(DecoderLayer, self.layers[layer]).project(hidden, cos, sin)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary scores of last-layer states, [T, E] -> [T, V]."""

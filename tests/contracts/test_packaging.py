@@ -18,7 +18,7 @@ import pytest
 import vlmfast
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "vlmfast", "kernels", "models", "assets")
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "vlmfast", "kernels", "models", "assets")
 TOP_LEVEL = ("vlmfast", "vlmfast_models", "vlmfast_kernels", "vlmfast_pocket")
 
 

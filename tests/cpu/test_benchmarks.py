@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import cases
 import contenders
 import side_by_side
+import token_quality
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +125,37 @@ def test_a_missing_pocket_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[
     values = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert values["pocket_ttft_x"] is None
     assert "pocket missing" in values["missing"]["pocket_ttft_x"]
+
+
+def test_preprocessing_is_compared_only_where_pixels_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the check before the clock: equal pixels are timed, others stop the script."""
+    import preprocess
+
+    llava = next(one for one in preprocess.FAMILIES if one.model_type == "llava")
+    assert "7 photographs, 7 tiles" in preprocess.compare(llava, 1).check
+    ours, theirs = preprocess.contenders(llava)
+    monkeypatch.setattr(preprocess, "contenders", lambda family: (lambda image: ours(image) + 0.01, theirs))
+    with pytest.raises(SystemExit, match=r"pixels differ by 0\.01"):
+        preprocess.compare(llava, 1)
+
+
+def test_token_losses_are_paired() -> None:
+    """Guards the interval: it is that of the differences, so equal answers lose nothing, surely."""
+    whole = [True, True, False, True] * 25
+    assert token_quality.Loss.of(whole, whole) == token_quality.Loss(
+        points=0.0, half_width=0.0, accuracy=0.75, num_asked=100
+    )
+    worse = token_quality.Loss.of(whole, [False, *whole[1:]])
+    assert worse.points == 1.0 and 1.9 < worse.half_width < 2.0  # 1.96 * 0.1 / sqrt(100)
+    other = token_quality.Loss.of([True, False] * 50, [False, True] * 50)
+    assert other.points == 0.0 and other.half_width > 19
+
+
+def test_every_method_has_its_control() -> None:
+    found = token_quality.methods(8, [2, 4])
+    for keep in token_quality.SHARES:
+        names = [method.name for method in found if method.keep == keep]
+        assert {"fastv@2", "fastv@4", "fastv random@2", "random", "scope", "pool"} <= set(names)
+        assert len(set(names)) == len(names)
+    assert token_quality.points_lost([{"method": "tome", "keep": 0.5, "off_text": {"points_lost": 1.5}}], "tome", 0.5)
+    assert token_quality.points_lost([], "tome", 0.5) is None

@@ -53,7 +53,7 @@ def test_files_that_are_no_json_objects(folder: Path, text: str, name: str) -> N
 
 def test_unsupported_architectures_name_the_supported(folder: Path) -> None:
     """Guards another model's folder: the error says what is supported, before anything is loaded."""
-    for model_type in ("llava", "no such thing"):
+    for model_type in ("paligemma", "no such thing"):
         _edit(folder / "config.json", model_type=model_type)
         with pytest.raises(UnsupportedModelError, match=rf"'{model_type}' is not supported; supported: .*idefics3"):
             VLM.from_pretrained(folder)
@@ -65,10 +65,13 @@ def test_unsupported_architectures_name_the_supported(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_config": {"model_type": "mistral"}}, "decoder type 'mistral'"),
+        (
+            {"text_config": {"model_type": "gemma"}},
+            "decoder type 'gemma' is not supported; supported: llama, mistral, qwen2",
+        ),
         ({"text_config": {"hidden_act": "gelu"}}, "activation 'gelu' is not supported; supported: silu"),
         (
-            {"text_config": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}},
+            {"text_config": {"rope_parameters": {"rope_type": "proportional", "factor": 2.0, "rope_theta": 1e4}}},
             "rope scaling",
         ),
         ({"text_config": {"hidden_size": "wide"}}, "hidden_size"),
@@ -161,8 +164,8 @@ def test_known_devices_and_formats() -> None:
     assert resolve_dtype("auto", "float16", torch.device("cuda")) is torch.float16
     with pytest.raises(DeviceError, match="float16"):
         resolve_dtype("float16", "float16", cpu)
-    with pytest.raises(DeviceError, match="int8"):
-        resolve_dtype("int8", "float32", cpu)
+    with pytest.raises(DeviceError, match="int4"):
+        resolve_dtype("int4", "float32", cpu)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

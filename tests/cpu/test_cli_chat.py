@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -100,6 +101,11 @@ def test_a_wrong_picture_is_said_before_the_model_is_loaded(converse: Callable[.
     assert (done.returncode, done.stdout) == (2, "") and "missing.png" in done.stderr
 
 
+def _heed_interrupts() -> None:
+    """A shell's background jobs are started with SIGINT ignored, and hand that on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     checkpoint_of: Callable[..., Path], pictures: dict[str, str]
 ) -> None:
@@ -109,6 +115,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=_heed_interrupts,
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"Tell me a long story.\n")
@@ -132,6 +139,7 @@ def test_on_a_terminal(checkpoint_of: Callable[..., Path], pictures: dict[str, s
         stdout=slave,
         stderr=slave,
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )
     os.close(slave)
     seen = b""
@@ -139,6 +147,7 @@ def test_on_a_terminal(checkpoint_of: Callable[..., Path], pictures: dict[str, s
     def read_until(wanted: bytes, count: int = 1) -> None:
         nonlocal seen
         while seen.count(wanted) < count:
+            assert select.select([master], [], [], 120)[0], f"{wanted!r} does not come after {seen!r}"
             seen += os.read(master, 4096)
 
     read_until(b"> ")

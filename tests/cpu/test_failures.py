@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from oracle import check_idle, noise
 
-from vlmfast import Batching, Sampling
+from vlmfast import Batching, Caching, Sampling
 from vlmfast.vision import VisionEncoder
 
 _PICTURE = noise(61, 37)
@@ -70,10 +70,10 @@ def breaks_on_width(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     original = VisionEncoder.encode
 
     def install(width: int) -> None:
-        def encode(self: VisionEncoder, image: Any, plan: Any) -> Any:
+        def encode(self: VisionEncoder, image: Any, plan: Any, **options: Any) -> Any:
             if image.width == width:
                 raise RuntimeError("the tower broke")
-            return original(self, image, plan)
+            return original(self, image, plan, **options)
 
         monkeypatch.setattr(VisionEncoder, "encode", encode)
 
@@ -110,11 +110,11 @@ def test_a_failing_pass_fails_its_batch_and_the_engine_goes_on(
     runner = loaded._engine._runner
     forward, calls = runner._forward, []
 
-    def failing(batch: Any) -> Any:
+    def failing(*batch: Any) -> Any:
         calls.append(batch)
         if len(calls) == 3:
             raise RuntimeError("out of memory")
-        return forward(batch)
+        return forward(*batch)
 
     monkeypatch.setattr(runner, "_forward", failing)
     streams = [loaded.stream(_PICTURE, _QUESTION, sampling=_GREEDY) for _ in range(3)]
@@ -156,16 +156,18 @@ def test_an_interrupt_harms_only_its_own_request(
 
 
 def test_captions_come_in_order_with_the_broken_one_in_its_place(
-    idle_engine: Any, tmp_path: Any, breaks_on_width: Callable[[int], None]
+    load_vlm: Callable[..., Any], tmp_path: Any, breaks_on_width: Callable[[int], None]
 ) -> None:
     """Guards case 36 (vllm 10777): nine captions and error rows, whether the file is broken or the tower fails."""
+    loaded = load_vlm(caching=Caching.off())  # a picture known from before would need no tower
     pictures: list[Any] = [noise(20 + index, 30) for index in range(10)]
-    expected = [idle_engine.describe(picture, "Describe.", sampling=_GREEDY).token_ids for picture in pictures]
+    expected = [loaded.describe(picture, "Describe.", sampling=_GREEDY).token_ids for picture in pictures]
     broken = tmp_path / "three.png"
     broken.write_bytes(b"nothing")
     sources = [*pictures[:3], broken, *pictures[4:]]
     breaks_on_width(26)
-    rows = list(idle_engine.caption(iter(sources), "Describe.", sampling=_GREEDY))
+    rows = list(loaded.caption(iter(sources), "Describe.", sampling=_GREEDY))
+    check_idle(loaded)
     assert len(rows) == 10
     assert (rows[3].kind, rows[3].image) == ("bad_image", str(broken))
     assert (rows[6].kind, rows[6].message) == ("internal", "the tower broke")

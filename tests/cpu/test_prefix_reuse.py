@@ -212,7 +212,7 @@ def test_a_prompt_whose_scores_are_not_finite_is_not_known(
     runner = loaded._engine._runner
     forward = runner._forward
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_forward", lambda batch: forward(batch) * float("nan"))
+        patch.setattr(runner, "_forward", lambda *step: forward(*step) * float("nan"))
         with pytest.raises(Exception, match="not numbers"):
             _ask(loaded, 0)
     assert _prefixes(loaded).num_bytes == 0
@@ -291,14 +291,14 @@ def test_a_hit_gives_the_same_scores(load_vlm: Callable[..., Any], monkeypatch: 
     """Guards what token equality may hide: the scores behind a known prefix are those of a fresh run within 1e-4."""
     rows: dict[str, list[torch.Tensor]] = {}
     for name, caching in (("fresh", Caching.off()), ("reused", _PREFIX_ONLY)):
-        loaded = load_vlm(caching=caching)
+        loaded = load_vlm(caching=caching, speculation="off")
         for index in (0, 3):
             _ask(loaded, index)
         runner = loaded._engine._runner
         forward, seen = runner._forward, rows.setdefault(name, [])
 
-        def noting(batch: Any, forward: Any = forward, seen: Any = seen) -> Any:
-            logits = forward(batch)
+        def noting(*step: Any, forward: Any = forward, seen: Any = seen) -> Any:
+            logits = forward(*step)
             seen.append(logits.clone())
             return logits
 

@@ -128,11 +128,13 @@ def test_usage_counts(idle_engine: Any) -> None:
 
 def test_timings_are_all_there(idle_engine: Any) -> None:
     """Guards the clocks: none is negative, the parts are within the whole, no picture means no encoding."""
-    timings = idle_engine.describe(_PICTURE, _QUESTION, sampling=_GREEDY).timings
+    unseen = noise(45, 31, 7)
+    timings = idle_engine.describe(unseen, _QUESTION, sampling=_GREEDY).timings
     parts = timings.image_ms + timings.encode_ms + timings.prefill_ms + timings.decode_ms
     assert min(timings.image_ms, timings.encode_ms, timings.prefill_ms, timings.decode_ms) > 0
     assert timings.first_token_ms <= timings.total_ms and parts <= timings.total_ms
     assert idle_engine.describe(None, _QUESTION, sampling=_GREEDY).timings.encode_ms == 0
+    assert timings.token_ms == timings.decode_ms / (_GREEDY.max_new_tokens - 1)
 
 
 # --- the context ---

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmfast.kv import KVPages, SequenceKV
+from vlmfast.kv import KVPages, SequenceKV, bytes_per_token
 from vlmfast_models.config import TextConfig
 
 _LAYERS, _GROUPS, _DIM, _CAPACITY = 3, 2, 4, 16
@@ -90,7 +90,7 @@ def test_random_operations_equal_a_list(data: st.DataObject) -> None:
             start = data.draw(st.integers(0, len(model.tokens)))
             offsets = st.integers(0, max(len(model.tokens) - start - 1, 0))
             path = sorted(data.draw(st.sets(offsets))) if start < len(model.tokens) else []
-            model.kv.compact(start, torch.tensor(path, dtype=torch.int64))
+            model.kv.compact(len(model.tokens) - start, path)
             model.tokens = model.tokens[:start] + [model.tokens[start + offset] for offset in path]
         else:
             length = data.draw(st.integers(0, len(model.tokens)))
@@ -111,6 +111,31 @@ def test_a_fork_does_not_share_memory() -> None:
     two.tokens = [1, 2]
     two.append([7])
     one.check()
+    two.check()
+
+
+@given(num_tokens=st.integers(2, 8), data=st.data())
+def test_segments_go_in_as_they_came_out(num_tokens: int, data: st.DataObject) -> None:
+    """Guards known prefixes: segments copied out, split and loaded elsewhere are the tokens they were, and keep being
+    so whatever their page is used for."""
+    one, two = _Model(), _Model()
+    one.append(list(range(1, num_tokens + 1)))
+    cut, at = data.draw(st.integers(1, num_tokens)), data.draw(st.integers(1, num_tokens - 1))
+    whole = one.kv.copy_out(0, num_tokens)
+    assert whole.num_bytes == num_tokens * bytes_per_token(_config(), torch.float32)
+    first, rest = whole.split(at)
+    assert first.num_bytes + rest.num_bytes == whole.num_bytes
+    one.kv.truncate(0)
+    one.tokens = []
+    one.append([99] * num_tokens)
+    two.kv.load(first, at)
+    two.kv.load(rest, num_tokens - at)
+    two.tokens = list(range(1, num_tokens + 1))
+    two.check()
+    two.kv.truncate(0)
+    two.kv.load(whole, cut)
+    two.tokens = two.tokens[:cut]
+    two.append([50])
     two.check()
 
 
@@ -137,3 +162,21 @@ def test_pages_are_made_once_and_kept() -> None:
     pages = KVPages(_config(), _CAPACITY, torch.device("cpu"), torch.float32)
     assert pages.page(3) is pages.page(3)
     assert pages.page(3) is not pages.page(0)
+
+
+def test_a_settled_page_forgets_by_tokens() -> None:
+    """Guards steps after a pruned prompt: short layers forget the same tokens, and a page used anew starts even."""
+    kv = _kv()
+    rows = torch.zeros(7, _GROUPS, _DIM)
+    for layer, count in enumerate((5, 2, 2)):
+        kv.append(layer, rows[:count], rows[:count])
+    kv.settle(5)
+    for layer in range(3):
+        kv.append(layer, rows[:2], rows[:2])
+    kv.truncate(6)
+    assert kv.lengths == [6, 3, 3] and kv.keys(1).shape == (_GROUPS, 3, _DIM)
+    kv.truncate(0)
+    for layer in range(3):
+        kv.append(layer, rows[:4], rows[:4])
+    kv.truncate(3)
+    assert kv.lengths == [3, 3, 3]

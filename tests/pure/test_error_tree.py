@@ -49,6 +49,7 @@ def test_model_errors_are_the_same_classes() -> None:
     [
         ("InputError", "bad_input", "VLMFastError"),
         ("ImageError", "bad_image", "InputError"),
+        ("ImageFetchError", "image_fetch", "ImageError"),
         ("ImageLimitError", "image_too_large", "ImageError"),
         ("OptionError", "bad_option", "InputError"),
         ("ContextLengthError", "context_length", "InputError"),

@@ -25,13 +25,15 @@ PACKAGES = {
 
 LAYERS = (
     {"cli"},
+    {"verify"},
     {"server", "caption", "train", "testing"},
     {"vlm"},
-    {"chat"},
-    {"engine"},
+    {"chat", "captions"},
+    {"engine", "chat_file"},
     {"runner"},
     {"scheduler"},
     {"sequence"},
+    {"planner"},
     {"vision", "prompt", "text", "spec"},
     {"prune", "cache", "sample", "kv"},
     {"image"},
@@ -47,7 +49,7 @@ MAY_IMPORT = {
     "vlmfast_kernels": {"vlmfast_kernels"},
 }
 THIRD_PARTY = {"vlmfast_models": {"torch", "safetensors"}, "vlmfast_kernels": {"torch", "triton"}}
-LAZY_ONLY = {"transformers", "huggingface_hub", "httpx", "jinja2", "triton", "xformers"}
+LAZY_ONLY = {"lmdb", "transformers", "huggingface_hub", "httpx", "jinja2", "triton", "xformers"}
 """Slow or optional: imported where they are used, never at module level (but triton in `vlmfast_kernels.triton`)."""
 
 WITHOUT_TORCH = (
@@ -55,10 +57,17 @@ WITHOUT_TORCH = (
     "vlmfast.types",
     "vlmfast.errors",
     "vlmfast.options",
+    "vlmfast.metrics",
+    "vlmfast.cache.disk",
+    "vlmfast.cache.pictures",
+    "vlmfast.compose",
     "vlmfast.prompt",
+    "vlmfast.prune.counts",
+    "vlmfast.prune.plan",
     "vlmfast.sequence",
     "vlmfast.scheduler",
     "vlmfast.cache.pages",
+    "vlmfast.cache.prefix",
     "vlmfast.checkpoint",
     "vlmfast.image.load",
     "vlmfast.cli.main",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vlmfast.errors import OptionError
-from vlmfast.options import Batching, Limits, Sampling
+from vlmfast.options import Batching, Caching, Limits, Sampling
 
 _NAN, _INF = float("nan"), float("inf")
 
@@ -73,14 +73,40 @@ def test_values_of_a_wrong_type_are_named(name: str, values: list[Any]) -> None:
 
 @pytest.mark.parametrize("options", [Limits, Batching])
 def test_limits_are_at_least_one(options: Any) -> None:
-    """Guards every limit of `Limits` and `Batching`, also those added later."""
-    fields = dataclasses.fields(options)
-    assert fields
+    """Guards every whole-number limit of `Limits` and `Batching`, also those added later."""
+    fields = [field for field in dataclasses.fields(options) if type(field.default) is int]
+    assert len(fields) >= 3
     for field in fields:
         assert getattr(options(**{field.name: 1}), field.name) == 1
         for value in (0, -3):
             with pytest.raises(OptionError, match=rf"{field.name} must be at least 1, got {value}"):
                 options(**{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("allow_truncated", [True, False], [1, None, "no"]),
+        ("allow_paths", [True, False], [0, "yes"]),
+        ("allow_urls", [True, False], [0, None]),
+        ("fetch_timeout_s", [1, 0.5, 600.0], [0, -1, _NAN, _INF, "5", True, None]),
+        ("formats", [("PNG",), ("JPEG", "WEBP")], [(), "PNG", ("png",), ("EPS",), ("PNG", "WMF"), None, (1,)]),
+    ],
+)
+def test_limits_of_other_kinds(name: str, good: list[Any], bad: list[Any]) -> None:
+    """Guards the switches: a text "no" would count as yes, and EPS files start another program."""
+    for value in good:
+        assert getattr(Limits(**{name: value}), name) == value
+    for value in bad:
+        with pytest.raises(OptionError, match=name):
+            Limits(**{name: value})
+
+
+def test_formats_are_kept_as_a_tuple() -> None:
+    formats = ["PNG", "GIF"]
+    limits = Limits(formats=formats)  # type: ignore[arg-type]
+    formats.clear()
+    assert limits.formats == ("PNG", "GIF")
 
 
 def test_one_stop_text_may_stand_alone() -> None:
@@ -89,7 +115,7 @@ def test_one_stop_text_may_stand_alone() -> None:
     assert Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("options", [Sampling(), Limits(), Batching()])
+@pytest.mark.parametrize("options", [Sampling(), Limits(), Batching(), Caching()])
 def test_options_are_frozen(options: Any) -> None:
     """Guards values shared between requests: they can not be changed, and unknown names are refused."""
     name = dataclasses.fields(options)[0].name
@@ -104,3 +130,26 @@ def test_defaults_are_greedy_and_unlimited() -> None:
     assert Sampling() == Sampling(
         max_new_tokens=256, temperature=0.0, top_p=1.0, top_k=0, repetition_penalty=1.0, stop=(), seed=None
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("features_ram_bytes", [-1, 1.5, "1", None, True]),
+        ("features_disk_bytes", [-1]),
+        ("prefix_ram_bytes", [-1]),
+        ("prefix_disk_bytes", [-1]),
+        ("prefix_disk", [1, None, "yes"]),
+        ("folder", ["", 5, b"x"]),
+        ("salt", [None, b"x", 1]),
+    ],
+)
+def test_caching_checks_itself(name: str, values: list[Any]) -> None:
+    for value in values:
+        with pytest.raises(OptionError, match=name):
+            Caching(**{name: value})
+
+
+def test_caching_can_be_off() -> None:
+    off = Caching.off()
+    assert not any(getattr(off, field.name) for field in dataclasses.fields(off))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vlmfast.cache.pages import PagePool
+from vlmfast.cache.prefix import PrefixCache
 from vlmfast.options import Batching, Sampling
 from vlmfast.prompt import Prompt
 from vlmfast.scheduler import Phase, Scheduler
@@ -85,10 +86,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.batching = Batching(max_sequences=3, max_step_tokens=5)
-        self.scheduler = Scheduler(self.batching)
+        self.scheduler = Scheduler(self.batching, self.prefixes())
         self.alive: dict[int, Sequence] = {}
         self.encoded: set[int] = set()
         self.next_id = 0
+
+    def prefixes(self) -> PrefixCache | None:
+        return None
 
     @rule(num_prompt=st.integers(1, 12), num_images=st.integers(0, 2))
     def add(self, num_prompt: int, num_images: int) -> None:
@@ -108,6 +112,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.advance(item, token)
             assert sequence.num_computed == item.end
             assert sequence.num_tokens == before + (1 if item.samples else 0)
+            if item.samples:
+                self.scheduler.remember(sequence, lambda start, end: _Segment(end - start))
             if item.samples and data.draw(st.integers(0, 3)) == 0:
                 self.end(sequence)
 
@@ -154,6 +160,54 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
+
+
+class _Segment:
+    def __init__(self, num_tokens: int) -> None:
+        self.num_bytes = num_tokens
+
+    def split(self, at: int) -> tuple[_Segment, _Segment]:
+        return _Segment(at), _Segment(self.num_bytes - at)
+
+
+class PrefixMachine(SchedulerMachine):
+    """The same with known prefixes: every prompt here begins as the longer ones do."""
+
+    def prefixes(self) -> PrefixCache | None:
+        return PrefixCache(30, bytes_per_token=1)
+
+    @invariant()
+    def starts_behind_its_prefix(self) -> None:
+        for sequence in self.alive.values():
+            assert sequence.num_cached < sequence.num_prompt_tokens, "one prompt token is always computed"
+            assert sequence.num_cached <= sequence.num_computed
+
+
+TestPrefixes = PrefixMachine.TestCase
+
+
+def test_a_prompt_starts_behind_what_is_known() -> None:
+    """Guards reuse in the plan: what is computed starts where the known prefix ends, in the step after the prompt."""
+    scheduler = Scheduler(Batching(max_step_tokens=4), PrefixCache(100, bytes_per_token=1))
+    copied: list[tuple[int, int]] = []
+
+    def copy(start: int, end: int) -> _Segment:
+        copied.append((start, end))
+        return _Segment(end - start)
+
+    starts = []
+    for num_prompt in (6, 6, 8):
+        sequence = _sequence(0, num_prompt)
+        scheduler.add(sequence)
+        while sequence.num_computed < num_prompt:
+            (item,) = scheduler.schedule().scheduled
+            starts.append(item.start)
+            scheduler.advance(item, 7 if item.samples else None)
+        scheduler.remember(sequence, copy)
+        scheduler.finish(sequence)
+    assert starts == [0, 4, 5, 6]
+    assert copied == [(0, 6), (6, 8)]
+    scheduler.check_integrity()
 
 
 def test_arrivals_are_admitted_in_order() -> None:

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vlmfast.cli.loading import load_model
-from vlmfast.cli.options import sampling_option
+from vlmfast.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    NoCacheOption,
+    SpeculationOption,
+    field_docs,
+    sampling_option,
+)
 from vlmfast.cli.output import write, write_error, write_foreign, write_json
+from vlmfast.cli.vision import (
+    FastVLayerOption,
+    FastVOption,
+    KeepOption,
+    ReduceOption,
+    ResolutionOption,
+    ShowTokensOption,
+    TomeOption,
+    check_show_tokens,
+    vision_of,
+)
 from vlmfast.errors import VLMFastError
-from vlmfast.options import Sampling
+from vlmfast.options import Caching, FastV, Limits, Sampling, Vision
+from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
 
 if TYPE_CHECKING:
     from vlmfast.vlm import VLM
 
 _log = logging.getLogger(__name__)
 _DEFAULT = Sampling()
+_LIMITS = Limits()
 _NUCLEUS_NOTE = "Matters with --temperature above 0."
 
 
@@ -26,25 +48,16 @@ _NUCLEUS_NOTE = "Matters with --temperature above 0."
 class _Question:
     """One row of the output: what to ask about, and how to call it in JSON and in text."""
 
-    images: tuple[str, ...]
+    images: tuple[Any, ...]
     label: dict[str, Any]
     title: str
 
 
 def describe(
-    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Picture files (or data: URLs).")],
+    images: Annotated[list[str], typer.Argument(metavar="IMAGE", help="Picture files or URLs.")],
     prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="What to ask about each picture.")],
     together: Annotated[bool, typer.Option("--together", help="Ask one question about all the pictures.")] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="NAME_OR_PATH",
-            help="A checkpoint folder, or a Hugging Face hub name such as HuggingFaceTB/SmolVLM-256M-Instruct. "
-            "The default is the small model that comes with vlmfast.",
-        ),
-    ] = None,
+    model: ModelOption = None,
     max_new_tokens: Annotated[int, sampling_option("max_new_tokens", metavar="N")] = _DEFAULT.max_new_tokens,
     temperature: Annotated[float, sampling_option("temperature", metavar="T")] = _DEFAULT.temperature,
     top_p: Annotated[float, sampling_option("top_p", metavar="P", note=_NUCLEUS_NOTE)] = _DEFAULT.top_p,
@@ -56,10 +69,23 @@ def describe(
         list[str] | None, sampling_option("stop", "--stop", metavar="TEXT", note="May be given several times.")
     ] = None,
     seed: Annotated[int | None, sampling_option("seed", metavar="S")] = _DEFAULT.seed,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16, or float16 (CUDA only).")
-    ] = "auto",
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    max_image_pixels: Annotated[
+        int, typer.Option(metavar="N", min=1, help=field_docs(Limits).get("max_image_pixels"))
+    ] = _LIMITS.max_image_pixels,
+    allow_truncated: Annotated[
+        bool, typer.Option("--allow-truncated", help=field_docs(Limits).get("allow_truncated"))
+    ] = _LIMITS.allow_truncated,
+    no_cache: NoCacheOption = False,
+    resolution: ResolutionOption = "high",
+    tome: TomeOption = None,
+    reduce: ReduceOption = None,
+    keep: KeepOption = None,
+    fastv: FastVOption = None,
+    fastv_layer: FastVLayerOption = FastV().layer,
+    show_tokens: ShowTokensOption = None,
+    speculation: SpeculationOption = DEFAULT_DRAFTER,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -85,16 +111,29 @@ def describe(
         stop=tuple(stop or _DEFAULT.stop),
         seed=seed,
     )
+    drafting = Speculation.of(speculation)  # a wrong one is said before a model is loaded
+    limits = Limits(max_image_pixels=max_image_pixels, allow_truncated=allow_truncated)
+    vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     questions = _questions(images, together)
+    check_show_tokens(show_tokens, len(questions))
     vlm: VLM | None = None
     num_failed = 0
     for index, question in enumerate(questions):
         if len(questions) > 1 and not as_json:
             write_foreign(("\n" if index else "") + f"==> {question.title} <==\n")
-        problem: Exception | None = _unusable(question) if vlm is None else None
-        if problem is None:
-            vlm = vlm or load_model(model, device=device, dtype=dtype)
-            problem = _answer(vlm, question, prompt, sampling, as_json)
+        tried = _tried(question, limits) if vlm is None else question
+        if isinstance(tried, _Question):
+            vlm = vlm or load_model(
+                model,
+                device=device,
+                dtype=dtype,
+                limits=limits,
+                caching=Caching.off() if no_cache else None,
+                speculation=drafting,
+            )
+            problem = _answer(vlm, tried, prompt, sampling, vision, show_tokens, as_json)
+        else:
+            problem = tried
         if problem is not None:
             num_failed += 1
             _report(question, problem, as_json)
@@ -113,29 +152,45 @@ def _questions(images: list[str], together: bool) -> list[_Question]:
     ]
 
 
-def _unusable(question: _Question) -> VLMFastError | None:
-    """What is wrong with a question's pictures. Asked before a model is loaded: a wrong path is said at once."""
-    from vlmfast.image.load import load_image
+def _tried(question: _Question, limits: Limits) -> _Question | VLMFastError:
+    """The question with what its URLs gave in their place, or what is wrong with its pictures.
+
+    Tried before a model is loaded: a wrong path is said at once.
+    """
+    from vlmfast.image.load import load_images
+    from vlmfast.image.sources import is_url
 
     try:
-        for image in question.images:
-            load_image(image)
+        loaded = load_images(question.images, limits=limits)
     except VLMFastError as error:
         return error
-    return None
+    images = zip(question.images, loaded, strict=True)
+    return replace(question, images=tuple(image if is_url(source) else source for source, image in images))
 
 
-def _answer(vlm: VLM, question: _Question, prompt: str, sampling: Sampling, as_json: bool) -> Exception | None:
+def _answer(
+    vlm: VLM,
+    question: _Question,
+    prompt: str,
+    sampling: Sampling,
+    vision: Vision,
+    show_tokens: Path | None,
+    as_json: bool,
+) -> Exception | None:
     """Writes the answer, streaming unless it is JSON; returns the error if there is none to write."""
     answer = None
     started = False
     try:
-        for chunk in vlm.stream(question.images, prompt, sampling=sampling):
+        for chunk in vlm.stream(question.images, prompt, sampling=sampling, vision=vision):
             answer = chunk.answer
             if not as_json:
                 text = chunk.text if started else chunk.text.lstrip()  # many templates make answers start with a space
                 write_foreign(text)
                 started = started or bool(text)
+        if show_tokens is not None and answer is not None:
+            from vlmfast.cli.show_tokens import draw_tokens
+
+            draw_tokens(vlm, question.images, prompt, vision, answer).save(show_tokens)
     except BrokenPipeError:
         raise
     except Exception as error:  # the boundary of a picture: the others still run

@@ -8,13 +8,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from vlmfast.spec.options import DEFAULT_DRAFTER, Drafting
+
 if TYPE_CHECKING:
+    from vlmfast.options import Caching, Limits
     from vlmfast.vlm import VLM
 
 _QUIET_SECONDS = 1.0
 
 
-def load_model(name: str | None, *, device: str, dtype: str) -> VLM:
+def load_model(
+    name: str | None,
+    *,
+    device: str,
+    dtype: str,
+    limits: Limits | None = None,
+    caching: Caching | None = None,
+    speculation: Drafting = DEFAULT_DRAFTER,
+) -> VLM:
     """The model by this name (None is the bundled one).
 
     Raises:
@@ -27,7 +38,15 @@ def load_model(name: str | None, *, device: str, dtype: str) -> VLM:
     with _progress(f"Loading {folder.name}") as report:
         from vlmfast.vlm import VLM
 
-        return VLM.from_pretrained(folder, device=device, dtype=dtype, progress=report)
+        return VLM.from_pretrained(
+            folder,
+            device=device,
+            dtype=dtype,
+            limits=limits,
+            caching=caching,
+            speculation=speculation,
+            progress=report,
+        )
 
 
 @contextmanager

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 import vlmfast
-from vlmfast.cli import scenes, train
+from vlmfast.cli import cache, scenes, train
+from vlmfast.cli.caption import caption
+from vlmfast.cli.chat import chat
 from vlmfast.cli.describe import describe
 from vlmfast.cli.models import models
 from vlmfast.cli.output import write, write_error
+from vlmfast.cli.verify import verify
 from vlmfast.errors import VLMFastError
 
 app = typer.Typer(
@@ -28,7 +32,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(describe)
+app.command()(caption)
+app.command()(chat)
 app.command()(models)
+app.command()(verify)
+app.add_typer(cache.app, name="cache")
 app.add_typer(scenes.app, name="scenes")
 app.add_typer(train.app, name="train")
 
@@ -40,6 +48,7 @@ def main(args: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer must not fail on a terminal that lacks a character
+    warnings.filterwarnings("ignore", module="PIL")  # of odd files, beside an answer or an error of our own
     try:
         app(args=args, prog_name="vlmfast")
     except VLMFastError as error:

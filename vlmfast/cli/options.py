@@ -6,11 +6,39 @@ import ast
 import inspect
 import textwrap
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from vlmfast.options import Sampling
+
+ModelOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME_OR_PATH",
+        help="A checkpoint folder, or a Hugging Face hub name such as HuggingFaceTB/SmolVLM-256M-Instruct. "
+        "The default is the small model that comes with vlmfast.",
+    ),
+]
+DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
+DtypeOption: TypeAlias = Annotated[
+    str,
+    typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, int8 (CPU only), or float16 (CUDA only)."),
+]
+NoCacheOption: TypeAlias = Annotated[
+    bool, typer.Option("--no-cache", help="Use nothing of earlier work and keep nothing, in memory or on disk.")
+]
+SpeculationOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--speculation",
+        metavar="HOW",
+        help="Draft tokens and verify them together, which never changes an answer: auto, lookup (from the prompt "
+        "and the answer so far), suffix (from earlier answers, too) or off.",
+    ),
+]
 
 
 @cache

@@ -28,6 +28,11 @@ def write_json(value: dict[str, Any]) -> None:
     write(text + "\n")
 
 
+def write_note(message: str) -> None:
+    """A remark on stderr, beside the answers."""
+    print(f"({' '.join(message.split()).translate(_UNPRINTABLE)})", file=sys.stderr)
+
+
 def write_error(message: object) -> None:
     """One line on stderr, whatever the message holds."""
     line = " ".join(str(message).split()).translate(_UNPRINTABLE)

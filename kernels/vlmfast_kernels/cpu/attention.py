@@ -8,7 +8,8 @@ from torch import Tensor
 from vlmfast_kernels.ops.attention import attend_all
 
 
-def _fast_bfloat16_cpu(device: torch.device, dtype: torch.dtype) -> str:
+def fast_bfloat16_cpu(device: torch.device, dtype: torch.dtype) -> str:
+    """Why products of bfloat16 matrices are not the fastest way here; empty where they are."""
     if device.type != "cpu":
         return "runs on the CPU only"
     if dtype != torch.bfloat16:
@@ -16,7 +17,7 @@ def _fast_bfloat16_cpu(device: torch.device, dtype: torch.dtype) -> str:
     return "" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "this CPU has no fast bfloat16"
 
 
-@attend_all.implement("products per head", supports=_fast_bfloat16_cpu)
+@attend_all.implement("products per head", supports=fast_bfloat16_cpu)
 def _attend_all_per_head(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """The same as two bf16 products a head, which run at the speed of a linear layer.
 

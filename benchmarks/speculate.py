@@ -1,0 +1,274 @@
+"""Decoding with drafts against our own plain decoding: the bundled model, one process, the same pictures.
+
+    python benchmarks/speculate.py [--quick] [--json] [--threads N] [--pocket FOLDER]
+
+A ratio is plain over drafting, of the median milliseconds a token after the first of an answer; above 1, drafting is
+faster. Captions and chats are the model's own answers, to new scenes every round. Pages are given texts: the decoder
+computes every pass, and then the token of the text is taken, since the bundled model writes no long texts.
+
+    suffix_x      captions, "auto"                       suffix_chat_x   the same asked again in a chat
+    lookup_x      a receipt: lines that repeat parts     worst_case_x    random words: nothing can be drafted
+    *_batch_4/8   captions, so many at a time            *_drawn         temperature 1
+    *_total_x     whole answers instead of tokens after the first
+
+Before anything is timed, plain and drafting must give the same tokens: in float32, on captions, chats and pages, and
+drawn ones with a seed. `identical` says so. In bfloat16 wider passes round otherwise: `bf16_differing` counts answers.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+from side_by_side import Options, Summary, alternate, environment, parse_options, prepare
+
+if TYPE_CHECKING:
+    from vlmfast.options import Sampling
+    from vlmfast.types import Answer
+    from vlmfast.vlm import VLM
+
+_PROMPT = "Describe the picture."
+_PAGE_TOKENS = 192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One row."""
+
+    key: str
+    title: str
+    drafting: Summary
+    plain: Summary
+    answers: list[Answer] = field(repr=False)
+    """Those of the drafting side."""
+
+    @property
+    def ratio(self) -> float:
+        return self.plain.median / self.drafting.median
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens after the first over decoder passes: 1 without drafts."""
+        decoded = sum(max(len(answer.token_ids) - 1, 0) for answer in self.answers)
+        return decoded / max(decoded - sum(answer.usage.accepted_tokens for answer in self.answers), 1)
+
+
+class Script:
+    """Given texts in place of what a model would choose: scores are computed and read, then set aside."""
+
+    def __init__(self, ids: Sequence[int], end: int) -> None:
+        self._ids, self._end = ids, end
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        from vlmfast import runner
+        from vlmfast.sample import Sampler
+
+        script = self
+
+        class Reader(Sampler):
+            num_chosen = 0
+
+            def choose(self, logits: Any) -> int:
+                super().choose(logits)
+                self.num_chosen += 1
+                return script._ids[self.num_chosen - 1] if self.num_chosen <= len(script._ids) else script._end
+
+        with mock.patch.object(runner, "Sampler", Reader):
+            yield
+
+
+def receipt(rng: random.Random) -> str:
+    """Lines as on a till receipt: few articles, the same words around them."""
+    articles = rng.sample(["red apples", "rye bread", "oat milk", "black tea", "goat cheese", "brown sugar"], 4)
+    prices = [f"{rng.randrange(1, 9)}.{rng.randrange(10, 99)}" for _ in articles]
+    lines = []
+    for number in range(24):
+        index = rng.randrange(len(articles))
+        lines.append(
+            f"{number + 1} piece of {articles[index]} at {prices[index]} each, total {prices[index]} with tax."
+        )
+    return " ".join(lines)
+
+
+def random_ids(rng: random.Random, vocab_size: int) -> list[int]:
+    """Tokens of no language: no pair of them comes twice but by chance."""
+    return [rng.randrange(vocab_size // 4, vocab_size) for _ in range(_PAGE_TOKENS)]
+
+
+def _scene(index: int) -> Any:
+    from vlmfast.train.render import render
+    from vlmfast.train.scenes import sample_scene
+
+    return render(sample_scene(77, index)).picture
+
+
+def _token_ms(answers: Sequence[Answer]) -> float:
+    decoded = sum(max(len(answer.token_ids) - 1, 0) for answer in answers)
+    return sum(answer.timings.decode_ms for answer in answers) / max(decoded, 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Both contenders, and what was measured."""
+
+    plain: VLM
+    drafting: VLM
+    rounds: int
+    num_pictures: int
+    rows: list[Measured] = field(default_factory=list)
+
+    def row(self, key: str, title: str, ask: Callable[[VLM, int], list[Answer]], *, total: bool = False) -> None:
+        """Times `ask(vlm, round)` on both sides by turns: milliseconds a token, or with `total` of all it takes."""
+        answers: list[Answer] = []
+
+        def sample(vlm: VLM, index: int) -> float:
+            started = time.perf_counter()
+            found = ask(vlm, index)
+            ms = (time.perf_counter() - started) * 1e3
+            if vlm is self.drafting:
+                answers.extend(found)
+            return ms if total else _token_ms(found)
+
+        times = alternate(
+            lambda index: sample(self.drafting, index), lambda index: sample(self.plain, index), rounds=self.rounds
+        )
+        self.rows.append(Measured(key=key, title=title, drafting=times[0], plain=times[1], answers=answers))
+
+    def captions(self, vlm: VLM, first: int, sampling: Sampling | None = None) -> list[Answer]:
+        """New scenes, one after the other."""
+        scenes = range(first * self.num_pictures, (first + 1) * self.num_pictures)
+        return [vlm.describe(_scene(index), _PROMPT, sampling=sampling) for index in scenes]
+
+    def batch(self, vlm: VLM, first: int, size: int) -> list[Answer]:
+        """New scenes, several at a time."""
+        streams = [vlm.stream(_scene(first * size + index), _PROMPT) for index in range(size)]
+        answers = [list(stream)[-1].answer for stream in streams]
+        assert all(answers)
+        return answers  # type: ignore[return-value]
+
+    def chat(self, vlm: VLM, first: int) -> list[Answer]:
+        """A question and then the same again, which the first answer helps with."""
+        chat = vlm.chat(_scene(first))
+        return [chat.ask(_PROMPT) for _ in range(3)][1:]
+
+    def page(self, vlm: VLM, ids: Sequence[int]) -> list[Answer]:
+        """A given text of some length about a picture."""
+        from vlmfast.options import Sampling
+
+        with Script(ids[:_PAGE_TOKENS], next(iter(vlm.checkpoint.eos_token_ids)))():
+            return [vlm.describe(_scene(5), "What does the sign say?", sampling=Sampling(max_new_tokens=512))]
+
+    def receipt_ids(self, index: int) -> list[int]:
+        text = receipt(random.Random(index))
+        return list(self.plain.checkpoint.tokenizer.encode(text, add_special_tokens=False))
+
+    def random_ids(self, index: int) -> list[int]:
+        return random_ids(random.Random(index), self.plain.checkpoint.config.text.vocab_size)
+
+
+def _load(folder: Any, speculation: str, dtype: str, **options: Any) -> VLM:
+    from vlmfast.vlm import VLM
+
+    return VLM.from_pretrained(folder, dtype=dtype, speculation=speculation, **options)
+
+
+def verify(options: Options, num_pictures: int) -> dict[str, Any]:
+    """Compares tokens of plain and drafting runs.
+
+    Raises:
+        SystemExit: they differ in float32.
+    """
+    from vlmfast.options import Sampling
+
+    drawn = Sampling(temperature=1.0, top_p=0.95, seed=3)
+    differing = {}
+    for dtype in ("float32", "bfloat16"):
+        sides = []
+        for speculation in ("off", "auto"):
+            vlm = _load(options.pocket, speculation, dtype, caching=False)
+            bench = Bench(plain=vlm, drafting=vlm, rounds=0, num_pictures=num_pictures)
+            answers = [*bench.captions(vlm, 0), *bench.captions(vlm, 0), *bench.captions(vlm, 0, drawn)]
+            answers += [*bench.batch(vlm, 0, 4), *bench.chat(vlm, 0), *bench.page(vlm, bench.receipt_ids(0))]
+            sides.append([answer.token_ids for answer in answers])
+        differing[dtype] = sum(one != two for one, two in zip(*sides, strict=True))
+        if dtype == "float32" and differing[dtype]:
+            sys.exit(f"{differing[dtype]} of {len(sides[0])} answers differ from the plain run in float32")
+    return {"identical": True, "compared": len(sides[0]), "bf16_differing": differing["bfloat16"]}
+
+
+def measure(options: Options) -> Bench:
+    """All rows."""
+    from vlmfast.options import Sampling
+
+    rounds = options.rounds or (2 if options.quick else 9)
+    num_pictures = 4 if options.quick else 12
+    plain, drafting = (_load(options.pocket, name, "bfloat16", caching=False) for name in ("off", "auto"))
+    bench = Bench(plain=plain, drafting=drafting, rounds=rounds, num_pictures=num_pictures)
+    bench.captions(drafting, 1000)  # the job has begun
+    bench.row("suffix_x", "captions", bench.captions)
+    bench.row("lookup_x", "receipt (given text)", lambda vlm, index: bench.page(vlm, bench.receipt_ids(index)))
+    bench.row("worst_case_x", "random words (given)", lambda vlm, index: bench.page(vlm, bench.random_ids(index)))
+    bench.row("suffix_chat_x", "same question again in a chat", bench.chat)
+    if options.quick:
+        return bench
+    drawn = Sampling(temperature=1.0, top_p=0.95, seed=1)
+    bench.row("suffix_total_x", "captions, whole answers", bench.captions, total=True)
+    bench.row("suffix_drawn_x", "captions, temperature 1", lambda vlm, index: bench.captions(vlm, index, drawn))
+    for size in (4, 8):
+        bench.row(
+            f"suffix_batch_{size}_x", f"captions, {size} at a time", lambda vlm, i, n=size: bench.batch(vlm, i, n)
+        )  # type: ignore[misc]
+    known = [_load(options.pocket, name, "bfloat16") for name in ("off", "auto")]
+    again = Bench(plain=known[0], drafting=known[1], rounds=rounds, num_pictures=num_pictures, rows=bench.rows)
+    for vlm in known:
+        again.captions(vlm, 0)
+    again.row("suffix_known_x", "known pictures, tokens", lambda vlm, _: again.captions(vlm, 0))
+    again.row(
+        "suffix_known_total_x", "known pictures, whole answers", lambda vlm, _: again.captions(vlm, 0), total=True
+    )
+    return bench
+
+
+def report(bench: Bench, checks: dict[str, Any], options: Options) -> None:
+    """Prints the table (to stderr with `--json`), then the JSON object if asked for."""
+    console = Console(stderr=options.json)
+    table = Table("", "plain ms", "drafting ms", "ratio", "tokens a pass")
+    for row in bench.rows:
+        cells = (f"{row.plain.median:.2f}", f"{row.drafting.median:.2f}", f"{row.ratio:.2f}x")
+        table.add_row(row.title, *cells, f"{row.tokens_per_pass:.2f}")
+    acceptance = bench.drafting._speculator.gate.acceptance()
+    console.print(table, f"checked before timing: {checks}")
+    for origin, chances in acceptance.items():
+        console.print(f"{origin}: accepted by position {' '.join(f'{chance:.2f}' for chance in chances)}")
+    if not options.json:
+        return
+    values: dict[str, Any] = {"draft_model_x": None}
+    for row in bench.rows:
+        stem = row.key.removesuffix("_x")
+        values |= {row.key: round(row.ratio, 3), f"{stem}_tokens_per_pass": round(row.tokens_per_pass, 3)}
+        values |= {f"{stem}_plain_ms": round(row.plain.median, 3), f"{stem}_drafting_ms": round(row.drafting.median, 3)}
+    mean = {origin: round(statistics.fmean(chances), 3) for origin, chances in acceptance.items()}
+    print(json.dumps(values | checks | {"acceptance": mean} | environment()))
+
+
+def main() -> None:
+    """Runs the script."""
+    options = parse_options("Decoding with drafts against plain decoding.")
+    prepare(options)
+    checks = verify(options, 3 if options.quick else 12)
+    report(measure(options), checks, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""How to draft. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TypeAlias
+
+from vlmfast.options import _require, _require_kind
+
+DRAFTERS = ("auto", "off", "lookup", "suffix")
+"""What can propose tokens ahead, by name."""
+DEFAULT_DRAFTER = "off"
+"""What a model drafts with that was loaded without a word about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """Drafting: tokens proposed ahead are verified together. It never changes an answer, only how soon it comes.
+
+    Raises:
+        OptionError: a value is out of its range.
+    """
+
+    drafter: str = "auto"
+    """"lookup" continues what stood in the prompt or the answer before, "suffix" also what earlier answers held, "auto"
+    takes whichever promises more; "off" drafts nothing."""
+    max_draft_tokens: int = 15
+    """Most tokens drafted at once for one answer."""
+    min_ngram: int = 2
+    """Fewest tokens that must agree for a lookup."""
+    max_ngram: int = 4
+    """Most tokens that are compared in a lookup."""
+    memory_tokens: int = 32_768
+    """Tokens of earlier answers that "suffix" keeps, about 0.7 kB each; 0 keeps none. Caching's salt separates them."""
+    adaptive: bool = True
+    """Draft as much as has paid so far, down to nothing; False always drafts all it can."""
+
+    def __post_init__(self) -> None:
+        _require(self.drafter in DRAFTERS, "speculation", self.drafter, f"one of {', '.join(DRAFTERS)}")
+        for name in ("max_draft_tokens", "min_ngram", "max_ngram", "memory_tokens"):
+            _require_kind(Integral, name, getattr(self, name), "a whole number")
+        bounds = {"max_draft_tokens": 1, "min_ngram": 1, "max_ngram": self.min_ngram, "memory_tokens": 0}
+        for name, least in bounds.items():
+            _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+        _require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
+
+    @classmethod
+    def of(cls, value: Drafting) -> Speculation:
+        """The options, or those of a drafter by name.
+
+        Raises:
+            OptionError: there is no such drafter.
+        """
+        if isinstance(value, Speculation):
+            return value
+        return cls(drafter=value)
+
+    @property
+    def is_on(self) -> bool:
+        return self.drafter != "off"
+
+    def uses(self, drafter: str) -> bool:
+        """Whether a drafter ("lookup", "suffix") is among those asked for."""
+        return self.drafter in ("auto", drafter)
+
+
+Drafting: TypeAlias = Speculation | str
+"""How to draft: options, or the name of a drafter with the default ones."""
+
+NO_SPECULATION = Speculation(drafter="off")

@@ -1,0 +1,138 @@
+"""Drafts for all sequences of an engine: their drafters, the earlier answers, and the gate. No torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from vlmfast.spec.gate import Gate
+from vlmfast.spec.lookup import LookupDrafter
+from vlmfast.spec.options import Speculation
+from vlmfast.spec.suffix import AnswerMemory, SuffixDrafter, answer_row
+from vlmfast.spec.tree import NO_DRAFT, Acceptance, Drafter, DraftTree
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Drafting:
+    """One sequence's drafters and the context they see."""
+
+    drafters: list[Drafter]
+    context: list[int]
+    num_prompt: int
+    offers: list[DraftTree]
+
+
+class Speculator:
+    """What the runner drafts with. Not locked: the engine is its only user.
+
+    Args:
+        options: the memory's size, whether the gate adapts, and how to draft for requests that do not say.
+        barriers: token ids that no draft holds: the placeholders of visual tokens.
+        ends: token ids that end an answer.
+        drafters: makes those of one sequence, instead of those that the options name.
+    """
+
+    def __init__(
+        self,
+        options: Speculation,
+        *,
+        barriers: frozenset[int] = frozenset(),
+        ends: frozenset[int] = frozenset(),
+        drafters: Callable[[], list[Drafter]] | None = None,
+    ) -> None:
+        self._options = options
+        self.gate = Gate(adaptive=options.adaptive)
+        self._barriers, self._ends = barriers, ends
+        self._memory = AnswerMemory(options.memory_tokens)
+        self._drafters = drafters
+        self._sequences: dict[int, _Drafting] = {}
+        self._propose_ms = 0.0
+
+    def begin(
+        self,
+        seq_id: int,
+        prompt_ids: Sequence[int],
+        *,
+        pictures: tuple[str, ...] = (),
+        salt: str = "",
+        options: Speculation | None = None,
+    ) -> None:
+        """A new sequence, with the digests of its pictures."""
+        drafters = self._drafters() if self._drafters else self._standard(salt, pictures, options or self._options)
+        self._sequences[seq_id] = _Drafting(
+            drafters=drafters, context=list(prompt_ids), num_prompt=len(prompt_ids), offers=[]
+        )
+
+    def end(self, seq_id: int) -> None:
+        """The sequence is over."""
+        self._sequences.pop(seq_id, None)
+
+    def remember(
+        self,
+        prompt_ids: Sequence[int],
+        answer: Sequence[int],
+        *,
+        pictures: tuple[str, ...] = (),
+        salt: str = "",
+        options: Speculation | None = None,
+    ) -> None:
+        """Keeps a finished answer (its end token included, where the model ended it) to draft later ones from."""
+        if self._options.memory_tokens and (options or self._options).uses("suffix"):
+            self._memory.add(salt, pictures, answer_row(prompt_ids, answer, self._barriers))
+
+    def propose(self, wanted: Sequence[tuple[int, Sequence[int], int]]) -> list[DraftTree]:
+        """A draft, or none, for each (seq_id, answer so far, most nodes) of a step."""
+        self._propose_ms = 0.0
+        if self.gate.is_resting:
+            return [NO_DRAFT] * len(wanted)
+        started = time.perf_counter()
+        drafts = self.gate.choose([self._offers(*one) for one in wanted])
+        self._propose_ms = (time.perf_counter() - started) * 1e3
+        return drafts
+
+    def observe(self, seq_id: int, draft: DraftTree, acceptance: Acceptance) -> None:
+        """Told what verification made of a draft that is not empty."""
+        self.gate.observe(draft, acceptance)
+        drafting = self._sequences[seq_id]
+        for drafter, offer in zip(drafting.drafters, drafting.offers, strict=True):
+            if offer.origin == draft.origin:
+                drafter.observe(draft, acceptance)
+
+    def timed(self, *, num_sequences: int, num_drafted: int, num_chosen: int, step_ms: float) -> None:
+        """Told the time of a step whose sequences all decoded, that of `propose` not included."""
+        self.gate.timed(
+            num_sequences=num_sequences,
+            num_drafted=num_drafted,
+            num_chosen=num_chosen,
+            draft_ms=self._propose_ms,
+            step_ms=step_ms,
+        )
+
+    def _offers(self, seq_id: int, answer: Sequence[int], budget: int) -> list[DraftTree]:
+        drafting = self._sequences[seq_id]
+        drafting.context += answer[len(drafting.context) - drafting.num_prompt :]
+        try:
+            drafting.offers = [drafter.propose(drafting.context, budget) for drafter in drafting.drafters]
+        except Exception:  # no answer needs a draft
+            _log.warning("drafting failed; the answer is written without", exc_info=True)
+            drafting.drafters, drafting.offers = [], []
+        return drafting.offers
+
+    def _standard(self, salt: str, pictures: tuple[str, ...], options: Speculation) -> list[Drafter]:
+        made: list[Drafter] = []
+        if options.uses("suffix"):
+            made.append(SuffixDrafter(self._memory.sources(salt, pictures), barriers=self._barriers, ends=self._ends))
+        if options.uses("lookup"):
+            made.append(
+                LookupDrafter(
+                    min_ngram=options.min_ngram,
+                    max_ngram=options.max_ngram,
+                    barriers=self._barriers,
+                    ends=self._ends,
+                )
+            )
+        return made

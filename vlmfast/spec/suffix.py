@@ -1,0 +1,159 @@
+"""Suffix drafts: what most often followed the end of the context, in this request and in earlier answers. No torch.
+
+The idea is SuffixDecoding's (arXiv 2411.04975): the longer the match, the longer the draft.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from vlmfast.spec.automaton import SuffixAutomaton
+from vlmfast.spec.tree import NO_DRAFT, Acceptance, DraftTree
+
+_MIN_PROBABILITY = 0.1
+"""A draft ends where its share of what was seen falls below this."""
+_TOKENS_PER_MATCHED = 2
+"""Longest draft, in tokens for each token that matched."""
+_MAX_PROMPT = 1024
+"""Tokens at the end of a prompt that are looked at."""
+_MAX_ROW = 1024
+"""Tokens of one answer that are kept."""
+_TAIL = 16
+"""Prompt tokens kept before an answer: what an answer begins with depends on the end of its question."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Rows that belong together, in two generations: when the newer is full, the older is forgotten."""
+
+    older: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    newer: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.older.num_tokens + self.newer.num_tokens
+
+
+class AnswerMemory:
+    """Earlier answers: those about the same pictures, and all of one salt. Least recently used pictures make room.
+
+    Args:
+        max_tokens: kept in all, each in two places; a token takes about 0.7 kB.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._groups: OrderedDict[tuple[str, ...], _Group] = OrderedDict()
+        self.num_tokens = 0
+
+    def sources(self, salt: str, pictures: tuple[str, ...]) -> list[tuple[str, SuffixAutomaton]]:
+        """(name, automaton) of what may be known: about these pictures (their digests), and under the salt."""
+        keys = {"picture": (salt, *pictures), "job": (salt,)} if pictures else {"job": (salt,)}
+        found = []
+        for name, key in keys.items():
+            group = self._groups.get(key)
+            if group is not None:
+                self._groups.move_to_end(key)
+                found += [(name, group.newer), (name, group.older)]
+        return found
+
+    def add(self, salt: str, pictures: tuple[str, ...], row: Sequence[int]) -> None:
+        """Keeps an answer, with the end of its question before it."""
+        row = row[:_MAX_ROW]
+        for key in {(salt, *pictures), (salt,)}:
+            group = self._groups.setdefault(key, _Group())
+            self._groups.move_to_end(key)
+            if group.newer.num_tokens + len(row) > self._max_tokens // 4:
+                self.num_tokens -= group.older.num_tokens
+                group.older, group.newer = group.newer, SuffixAutomaton()
+            group.newer.begin_row()
+            for token in row:
+                group.newer.append(token)
+            self.num_tokens += len(row)
+        while self.num_tokens > self._max_tokens:
+            _, forgotten = self._groups.popitem(last=False)
+            self.num_tokens -= forgotten.num_tokens
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """How much of the end of a context occurs in an automaton."""
+
+    name: str
+    automaton: SuffixAutomaton
+    state: int = 0
+    length: int = 0
+
+    def advance(self, token: int) -> None:
+        self.state, self.length = self.automaton.advance(self.state, self.length, token)
+
+
+class SuffixDrafter:
+    """Continues the longest end of the context that is known, from its own request or from `sources`.
+
+    Args:
+        sources: see `AnswerMemory.sources`; of equal matches the first counts.
+        barriers: tokens that no match and no draft holds: placeholders of pictures.
+        ends: tokens after which nothing is drafted.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[tuple[str, SuffixAutomaton]] = (),
+        *,
+        barriers: frozenset[int] = frozenset(),
+        ends: frozenset[int] = frozenset(),
+    ) -> None:
+        self._barriers, self._ends = barriers, ends
+        self._own = _Cursor("own", SuffixAutomaton())
+        others = [_Cursor(name, automaton) for name, automaton in sources]
+        self._cursors = [*(one for one in others if one.name == "picture"), self._own]
+        self._cursors += [one for one in others if one.name != "picture"]
+        self._num_seen = 0
+
+    def propose(self, context: Sequence[int], budget: int) -> DraftTree:
+        """A chain of at most twice as many tokens as matched."""
+        if self._num_seen == 0:
+            self._num_seen = text_start(context, self._barriers, _MAX_PROMPT)
+        for position in range(self._num_seen, len(context)):
+            token = context[position]
+            for cursor in self._cursors:
+                cursor.advance(token)
+            self._own.automaton.append(token)  # after its cursor: an earlier place is looked for
+        self._num_seen = len(context)
+        for cursor in sorted(self._cursors, key=lambda one: -one.length):
+            if cursor.length == 0 or budget < 1:
+                break
+            longest = min(budget, _TOKENS_PER_MATCHED * cursor.length)
+            tokens = self._cut(cursor.automaton.continuation(cursor.state, longest, _MIN_PROBABILITY))
+            if tokens:
+                certainty = min(cursor.length.bit_length(), 5)  # 1, 2-3, 4-7, 8-15, more
+                return DraftTree.chain(tokens, origin=f"suffix-{cursor.name}/{certainty}")
+        return NO_DRAFT
+
+    def observe(self, draft: DraftTree, acceptance: Acceptance) -> None:
+        """Nothing to learn: the next context holds it."""
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        for index, token in enumerate(tokens):
+            if token in self._barriers:
+                return tokens[:index]
+            if token in self._ends:
+                return tokens[: index + 1]
+        return tokens
+
+
+def answer_row(prompt_ids: Sequence[int], answer: Sequence[int], barriers: frozenset[int]) -> list[int]:
+    """What `AnswerMemory.add` keeps of an answer (its end token included, where the model ended it)."""
+    return [*prompt_ids[text_start(prompt_ids, barriers, _TAIL) :], *answer]
+
+
+def text_start(ids: Sequence[int], barriers: frozenset[int], max_tokens: int) -> int:
+    """Where the text at the end begins: behind the last barrier, and at most `max_tokens` before the end."""
+    start = max(len(ids) - max_tokens, 0)
+    for position in range(len(ids) - 1, start - 1, -1):
+        if ids[position] in barriers:
+            return position + 1
+    return start
