@@ -111,9 +111,7 @@ class Chat:
 
     def fork(self) -> Chat:
         """A chat with the same past that goes its own way from here."""
-        other = Chat(
-            self._vlm, images=self._pending, system=self._system, overflow=self._overflow, vision=self._vision
-        )
+        other = Chat(self._vlm, images=self._pending, system=self._system, overflow=self._overflow, vision=self._vision)
         other._turns = list(self._turns)
         return other
 

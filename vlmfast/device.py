@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vlmfast.errors import DeviceError
+from vlmfast_kernels.op import all_ops
+from vlmfast_kernels.ops.linear import explain_linear
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,3 +58,11 @@ def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
     if name == "float16" and device.type == "cpu":
         raise DeviceError("dtype 'float16' is slow and imprecise on CPUs; use bfloat16 or float32")
     return _DTYPES[name]
+
+
+def explain(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Which implementation each operation of a loaded model runs on, and why not a faster one."""
+    lines = [op.explain(device, dtype) for op in all_ops().values()]
+    return "\n".join(
+        [f"device {device}, dtype {dtype}", model.decoder.explain(), explain_linear(device, dtype), *lines]
+    )

@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from vlmfast.cache.disk import DiskStore
-from vlmfast.cache.features import open_feature_cache, open_feature_store
-from vlmfast.cache.key import arithmetic_of, vision_fingerprint, weights_digest
-from vlmfast.cache.pictures import PictureMemory
-from vlmfast.cache.prefix import PrefixCache
-from vlmfast.cache.prefix_disk import PrefixDisk, open_prefix_store, prefix_fingerprint
+from vlmfast.caches import ModelCaches
 from vlmfast.captions import captions
 from vlmfast.checkpoint import Checkpoint, read_checkpoint, resolve_folder
-from vlmfast.device import resolve_device, resolve_dtype
+from vlmfast.device import explain, resolve_device, resolve_dtype
 from vlmfast.engine import Engine
 from vlmfast.errors import InputError
 from vlmfast.image.load import ImageSource, is_image_source, load_image, load_images
-from vlmfast.kv import KVSegment, bytes_per_token
-from vlmfast.metrics import Counters
 from vlmfast.options import Batching, Caching, Limits, Overflow, Sampling, Vision
 from vlmfast.planner import PromptPlanner
 from vlmfast.prompt import Message, Prompt, PromptBuilder
@@ -36,8 +29,6 @@ from vlmfast.spec.options import DEFAULT_DRAFTER, Drafting, Speculation
 from vlmfast.spec.speculator import Speculator
 from vlmfast.types import Answer, CaptionError, Chunk, ImageInput
 from vlmfast.vision import VisionEncoder
-from vlmfast_kernels.op import all_ops
-from vlmfast_kernels.ops.linear import explain_linear
 from vlmfast_models.families import family
 from vlmfast_models.layers import prepare_for_inference
 from vlmfast_models.weights import allocate, load_checkpoint
@@ -79,18 +70,17 @@ class VLM:
         )
         self._load_ms = 0.0
         """Taken by the first request."""
-        self.counters = Counters()
-        store = open_feature_store(caching, self.counters)
-        features = open_feature_cache(caching, store, self.counters)
-        self._pictures = None if features is None else PictureMemory(store)
+        caches = ModelCaches(checkpoint, model, caching, batching, device=device, dtype=dtype)
+        self.counters = caches.counters
+        self._pictures = caches.pictures
         self._vision = VisionEncoder(
             model,
             checkpoint.preprocess,
             device=device,
             dtype=dtype,
             max_tiles=batching.max_encode_tiles,
-            fingerprint=self._vision_fingerprint(store) if features is not None or caching.prefix_disk else "",
-            cache=features,
+            fingerprint=caches.fingerprint,
+            cache=caches.features,
         )
         self._prompts = PromptBuilder(
             checkpoint.tokenizer, checkpoint.chat_template, model.image_token, model.placeholder
@@ -98,7 +88,7 @@ class VLM:
         self._planner = PromptPlanner(self._vision, self._prompts, checkpoint.config, batching)
         max_context = checkpoint.config.text.max_positions
         self._engine = Engine(
-            Scheduler(batching, self._prefix_cache(store)),
+            Scheduler(batching, caches.prefixes),
             Runner(model, self._vision, self._speculator, device=device, dtype=dtype, capacity=max_context),
             tokenizer=checkpoint.tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
@@ -290,9 +280,7 @@ class VLM:
 
     def explain(self) -> str:
         """Which implementation each operation runs on, and why not a faster one."""
-        lines = [op.explain(self.device, self.dtype) for op in all_ops().values()]
-        where = f"device {self.device}, dtype {self.dtype}"
-        return "\n".join([where, self.model.decoder.explain(), explain_linear(self.device, self.dtype), *lines])
+        return explain(self.model, self.device, self.dtype)
 
     def _submit(
         self,
@@ -323,47 +311,6 @@ class VLM:
         seq_id = self._engine.submit(request, started=started, image_ms=image_ms, load_ms=self._load_ms)
         self._load_ms = 0.0
         return self._engine.stream(seq_id)
-
-    def _vision_fingerprint(self, store: DiskStore | None) -> str:
-        """What the features of every picture depend on."""
-        config = self.checkpoint.config
-        return vision_fingerprint(
-            weights=self._weights_digest(store, lambda ours: not ours.startswith("decoder.")),
-            network=repr((config.model_type, config.vision, config.connector)),
-            preprocess=self.checkpoint.preprocess,
-            arithmetic=arithmetic_of(self.device, self.dtype, self.explain(), self._batching.max_encode_tiles),
-            salt=self._caching.salt,
-        )
-
-    def _weights_digest(self, store: DiskStore | None, wanted: Callable[[str], bool]) -> str:
-        """Digest of the checkpoint's tensors that our `wanted` parameters are made of."""
-        sources = self.model.tensor_sources()
-        names = {name for ours, pieces in sources.items() if wanted(ours) for name, _ in pieces}
-        return weights_digest(self.checkpoint.folder, lambda name: self.model.canonical_name(name) in names, store)
-
-    def _prefix_cache(self, store: DiskStore | None) -> PrefixCache | None:
-        """The known prefixes, with a tier on disk if asked for; `store` remembers the digest of the weights."""
-        text, caching = self.checkpoint.config.text, self._caching
-        if caching.prefix_ram_bytes == 0:
-            return None
-        prefix_store = open_prefix_store(caching, self.counters)
-        if prefix_store is None:
-            return PrefixCache(caching.prefix_ram_bytes, bytes_per_token(text, self.dtype))
-        disk = PrefixDisk(
-            prefix_store,
-            fingerprint=prefix_fingerprint(
-                weights=self._weights_digest(store, lambda ours: ours.startswith("decoder.")),
-                network=repr(text),
-                arithmetic=arithmetic_of(self.device, self.dtype, self.explain(), self._batching.max_encode_tiles),
-                salt=caching.salt,
-            ),
-            shape=(text.num_layers, text.num_kv_heads, text.head_dim),
-            dtype=self.dtype,
-            device=self.device,
-            rows_of=lambda segment: segment.rows,
-            wrap=KVSegment,
-        )
-        return PrefixCache(caching.prefix_ram_bytes, bytes_per_token(text, self.dtype), disk)
 
 
 def _check_text(text: object) -> None:

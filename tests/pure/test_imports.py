@@ -28,7 +28,7 @@ LAYERS = (
     {"verify"},
     {"server", "caption", "train", "testing"},
     {"vlm"},
-    {"chat", "captions"},
+    {"chat", "captions", "caches"},
     {"engine", "chat_file"},
     {"runner"},
     {"scheduler"},
