@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import heed_interrupts
 from PIL import Image
 
 from vlmfast import VLM, Sampling
@@ -361,7 +362,12 @@ def _start(checkpoint: Path, picture: str) -> subprocess.Popen[bytes]:
     options = ["-p", PROMPT, "--model", str(checkpoint), "--max-new-tokens", "1000"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment,
+        preexec_fn=heed_interrupts,
+        start_new_session=True,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from interrupts import heed_interrupts
 from oracle import noise
 from PIL import Image
 
@@ -101,11 +102,6 @@ def test_a_wrong_picture_is_said_before_the_model_is_loaded(converse: Callable[.
     assert (done.returncode, done.stdout) == (2, "") and "missing.png" in done.stderr
 
 
-def _heed_interrupts() -> None:
-    """A shell's background jobs are started with SIGINT ignored, and hand that on."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
     checkpoint_of: Callable[..., Path], pictures: dict[str, str]
 ) -> None:
@@ -115,7 +111,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=heed_interrupts,
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"Tell me a long story.\n")
@@ -139,7 +135,7 @@ def test_on_a_terminal(checkpoint_of: Callable[..., Path], pictures: dict[str, s
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=_heed_interrupts,
+        preexec_fn=heed_interrupts,
     )
     os.close(slave)
     seen = b""
@@ -147,11 +143,14 @@ def test_on_a_terminal(checkpoint_of: Callable[..., Path], pictures: dict[str, s
     def read_until(wanted: bytes, count: int = 1) -> None:
         nonlocal seen
         while seen.count(wanted) < count:
-            assert select.select([master], [], [], 120)[0], f"{wanted!r} does not come after {seen!r}"
+            assert select.select([master], [], [], 120)[0], f"{wanted!r} does not come after {seen[-200:]!r}"
             seen += os.read(master, 4096)
 
     read_until(b"> ")
-    process.send_signal(signal.SIGINT)
+    for _ in range(120):  # readline misses a signal that comes between its prompt and its wait
+        process.send_signal(signal.SIGINT)
+        if select.select([master], [], [], 1)[0]:
+            break
     read_until(b"/quit or Ctrl-D ends the chat")
     os.write(master, b"/frob\r")
     read_until(b"no command /frob")
