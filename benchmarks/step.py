@@ -41,7 +41,7 @@ def main() -> None:
     folder = variant(smolvlm_checkpoint(options.cache), options.cache / "smolvlm-256m-512", longest_edge=512)
     theirs, comparisons, more = Transformers(folder), [], {"read_gb_s": round(read_speed(), 1)}
     for name, dtype, tolerance in (("bf16", torch.bfloat16, BF16_TOLERANCE), ("int8", "int8", INT8_TOLERANCE)):
-        ours = Ours(folder, dtype, caching=False, speculation="off")  # the step itself
+        ours = Ours(folder, dtype)
         check = verify(ours, theirs, fresh_picture(1_000_000), 12 if options.quick else 24, tolerance)
         times = alternate(
             lambda index, side=ours: side.run(fresh_picture(index), 32).ms_per_token,

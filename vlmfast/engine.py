@@ -246,6 +246,7 @@ class Engine:
             token_ids=tuple(sequence.output_ids),
             kept_places=job.kept,
             usage=Usage(
+                weights=self._runner.weights,
                 prompt_tokens=len(prompt.ids),
                 cached_tokens=sequence.num_cached,
                 visual_tokens=prompt.num_visual_tokens,

@@ -102,6 +102,11 @@ class Runner:
         self._pages = KVPages(model.config.text, capacity, device, dtype)
         self._states: dict[int, _SequenceState] = {}
 
+    @property
+    def weights(self) -> str:
+        """Number format of the decoder's weights."""
+        return "int8" if self._model.decoder.int8 else str(self._dtype).removeprefix("torch.")
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepFacts:
         """Encodes the pictures that the step needs, then one decoder pass over all scheduled tokens.

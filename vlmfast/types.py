@@ -51,7 +51,7 @@ class FeatureSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What an answer cost, in tokens."""
+    """What an answer cost, in tokens, and on what it was computed."""
 
     prompt_tokens: int
     """All tokens before the answer, visual ones included."""
@@ -79,6 +79,8 @@ class Usage:
     """Pictures whose features were on disk."""
     images_from_prefix: int
     """Pictures among the cached tokens, which needed no features."""
+    weights: str
+    """Number format of the decoder's weights: "float32", "bfloat16", "float16" or "int8", which is lossy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

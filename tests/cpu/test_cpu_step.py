@@ -60,6 +60,12 @@ def test_int8_without_the_step(load_vlm: Callable[..., Any], monkeypatch: pytest
     assert vlm.describe(_PICTURES[0], "What?", sampling=_SHORT).token_ids
 
 
+def test_usage_tells_the_weights(load_vlm: Callable[..., Any]) -> None:
+    """Guards that a lossy answer says so."""
+    assert load_vlm(dtype="int8", caching=False).describe(None, "Hello?").usage.weights == "int8"
+    assert load_vlm(caching=False).describe(None, "Hello?").usage.weights == "float32"
+
+
 def test_int8_is_for_the_cpu() -> None:
     """Guards the dtype's name: what it means on the CPU, a clear refusal elsewhere, and a hint for what is unknown."""
     assert resolve_dtype("int8", "float32", torch.device("cpu")) is resolve_dtype(
