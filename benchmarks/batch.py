@@ -2,7 +2,7 @@
 
     python benchmarks/batch.py [--quick] [--json] [--threads N]
 
-`pocket_batch8_x`, `shape256m_batch8_x`: decoded tokens a second with eight answers in a step over one at a time, of known
+`pocket_batch8_x`, `shape256m_batch8_x`: decoded tokens a second with eight answers a step over one at a time, of known
 pictures and prompts, so that nearly all of the time is decoding. `amdahl_share`: captions a second of new pictures, as
 a share of what their encoding and prefill, taken alone, and the decode rate above allow. `vs_transformers_x`: captions
 a second of new pictures over transformers' `generate` one by one (SmolVLM-256M's shape, one tile). Batched answers must
