@@ -104,6 +104,7 @@ def _measure(options: Options, edge: int, rounds: int) -> dict[str, Any]:
 
 def _contenders(folder: Path, cache: Path, dtype: str) -> Contenders:
     from vlmfast.options import Batching, Caching, Limits
+    from vlmfast.spec.options import Speculation
     from vlmfast.vlm import VLM
 
     plain = VLM.from_pretrained(folder, device="cpu", dtype=dtype, caching=False)
@@ -117,6 +118,7 @@ def _contenders(folder: Path, cache: Path, dtype: str) -> Contenders:
             limits=Limits(),
             batching=Batching(),
             caching=caching,
+            speculation=Speculation(drafter="off"),
         )
 
     return Contenders(

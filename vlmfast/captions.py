@@ -40,15 +40,25 @@ def captions(
     decoded: deque[tuple[str, Future[ImageInput]]] = deque()
     running: deque[tuple[str, Iterator[Chunk] | CaptionError]] = deque()
     named = ((source_name(source, index), source) for index, source in enumerate(sources))
+    broken: Exception | None = None  # what ended the sources; told when all before it are answered
     with ThreadPoolExecutor(_DECODERS, thread_name_prefix="vlmfast-decode") as pool:
         try:
             while True:
-                while len(decoded) < look_ahead and (item := next(named, None)) is not None:
-                    decoded.append((item[0], pool.submit(load, item[1])))
+                while broken is None and len(decoded) < look_ahead:
+                    try:
+                        name, source = next(named)
+                    except StopIteration:
+                        break
+                    except Exception as error:
+                        broken = error
+                    else:
+                        decoded.append((name, pool.submit(load, source)))
                 while decoded and len(running) < max_running:
                     name, picture = decoded.popleft()
                     running.append((name, _submitted(name, picture, submit)))
                 if not running:
+                    if broken is not None:
+                        raise broken
                     return
                 yield _fetched(*running.popleft())
         finally:

@@ -91,6 +91,9 @@ class Chat:
                 )
                 break
             except ContextLengthError:
+                if not turns and room > 1:
+                    room = 1  # nothing is left to drop: what room there is must do
+                    continue
                 if self._overflow is Overflow.ERROR or not turns:
                     raise
                 dropped.append(_least_missed(turns))
@@ -127,8 +130,10 @@ class Chat:
         write_chat(path, state)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], vlm: VLM) -> Chat:
+    def load(cls, path: str | os.PathLike[str], vlm: VLM, *, vision: Vision | None = None) -> Chat:
         """The chat in a file written by `save`. Another model than it was held with goes on from its texts.
+
+        `vision` is not in the file: give the same again to go on as before.
 
         Raises:
             InputError: the file can not be read or is no saved chat.
@@ -136,7 +141,7 @@ class Chat:
         """
         state = read_chat(path, vlm.load_images)
         same = state.token_space == _token_space(vlm)
-        chat = cls(vlm, images=state.pending, system=state.system, overflow=state.overflow)
+        chat = cls(vlm, images=state.pending, system=state.system, overflow=state.overflow, vision=vision)
         chat._turns = [turn if same else turn.without_tokens() for turn in state.turns]
         return chat
 

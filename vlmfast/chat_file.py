@@ -47,7 +47,11 @@ class ChatState:
 
 
 def write_chat(path: str | os.PathLike[str], state: ChatState) -> None:
-    """Writes a chat; an existing file is replaced at once or not at all."""
+    """Writes a chat; an existing file is replaced at once or not at all.
+
+    Raises:
+        InputError: the file can not be written.
+    """
     pictures: dict[str, ImageInput] = {}
     for image in (*(image for turn in state.turns for image in turn.question.images), *state.pending):
         pictures.setdefault(image.digest, image)
@@ -72,6 +76,13 @@ def write_chat(path: str | os.PathLike[str], state: ChatState) -> None:
         "pending": [places[image.digest] for image in state.pending],
     }
     target = Path(path)
+    try:
+        _write_whole(target, content)
+    except OSError as error:
+        raise InputError(f"{target} can not be written: {error.strerror or error}; choose another file") from error
+
+
+def _write_whole(target: Path, content: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
             json.dump(content, file)

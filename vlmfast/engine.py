@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from vlmfast.errors import ContextLengthError
+from vlmfast.errors import ContextLengthError, InterruptedAnswerError
 from vlmfast.runner import Runner, StepFacts
-from vlmfast.scheduler import Phase, ScheduledSequence, Scheduler, StepPlan
+from vlmfast.scheduler import Phase, ScheduledSequence, Scheduler
 from vlmfast.sequence import Request, Sequence, Status
 from vlmfast.text import TextStream
 from vlmfast.types import Answer, Chunk, FeatureSource, FinishReason, Timings, Usage
@@ -42,6 +42,11 @@ class _Job:
     num_accepted: int = 0
     ready: deque[Chunk] = field(default_factory=deque)
     error: Exception | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole answer is there to be fetched."""
+        return bool(self.ready) and self.ready[-1].answer is not None
 
 
 class AnswerStream(Iterator[Chunk]):
@@ -94,6 +99,7 @@ class Engine:
         self._jobs: dict[int, _Job] = {}
         self._ids = itertools.count()
         self._abandoned: deque[int] = deque()
+        self._unapplied: deque[tuple[ScheduledSequence, StepFacts]] = deque()
         self._lock = threading.RLock()
 
     def submit(self, request: Request, *, started: float, image_ms: float, load_ms: float = 0.0) -> int:
@@ -161,6 +167,32 @@ class Engine:
         """One decoder pass over whatever is due."""
         while self._abandoned:
             self.cancel(self._abandoned.popleft())
+        if not self._unapplied:
+            self._compute()
+        while self._unapplied:
+            scheduled, facts = self._unapplied.popleft()
+            job = self._jobs.get(scheduled.sequence.seq_id)
+            if job is None or job.sequence.status is Status.FINISHED:  # cancelled since
+                continue
+            sequence, num_computed = job.sequence, job.sequence.num_computed
+            try:
+                self._apply(job, scheduled, facts)
+            except Exception as error:  # the boundary of one request
+                self._fail(job, error)
+            except BaseException:  # Ctrl-C, which ends at most the answer that it hit
+                if sequence.num_computed == num_computed:  # nothing was applied yet
+                    self._unapplied.appendleft((scheduled, facts))
+                elif not job.is_complete:
+                    self._fail(job, InterruptedAnswerError("an interrupt hit this answer while it grew; ask again"))
+                else:
+                    self._retire(sequence)
+                raise
+            if scheduled.phase is Phase.PREFILL and scheduled.samples and sequence.status is Status.RUNNING:
+                # Before the answer is complete: another request about the picture may come meanwhile.
+                self._remember(sequence, self._scheduler.remember)
+
+    def _compute(self) -> None:
+        """Plans and runs a step. What it found is applied request by request, also after an interrupt in between."""
         plan = self._scheduler.schedule()
         try:
             facts = self._runner.run(plan)
@@ -169,33 +201,31 @@ class Engine:
             for scheduled in plan.scheduled:
                 self._fail(self._jobs[scheduled.sequence.seq_id], error)
             return
-        self._apply(plan, facts)
+        self._unapplied.extend((scheduled, facts) for scheduled in plan.scheduled)
 
     @property
     def num_requests(self) -> int:
         """Requests that have not been fetched to their end."""
         return len(self._jobs)
 
-    def _apply(self, plan: StepPlan, facts: StepFacts) -> None:
-        for scheduled in plan.scheduled:
-            job = self._jobs[scheduled.sequence.seq_id]
-            error = facts.failed.get(scheduled.sequence.seq_id)
-            if error is not None:
-                self._fail(job, error)
-                continue
-            job.encode_ms += facts.encode_ms.get(scheduled.sequence.seq_id, 0.0)
-            job.sources.update(facts.sources.get(scheduled.sequence.seq_id, ()))
-            job.kept = facts.kept.get(scheduled.sequence.seq_id)
-            if scheduled.phase is Phase.PREFILL:
-                job.prefill_ms += facts.forward_ms
-            else:
-                job.decode_ms += facts.forward_ms
-            tokens = facts.tokens.get(scheduled.sequence.seq_id, ())
-            if not tokens:
-                self._scheduler.advance(scheduled, None)
-                continue
-            job.num_drafted += facts.num_drafted.get(scheduled.sequence.seq_id, 0)
-            self._take(job, scheduled, tokens)
+    def _apply(self, job: _Job, scheduled: ScheduledSequence, facts: StepFacts) -> None:
+        seq_id = scheduled.sequence.seq_id
+        if seq_id in facts.failed:
+            self._fail(job, facts.failed[seq_id])
+            return
+        job.encode_ms += facts.encode_ms.get(seq_id, 0.0)
+        job.sources.update(facts.sources.get(seq_id, ()))
+        job.kept = facts.kept.get(seq_id)
+        if scheduled.phase is Phase.PREFILL:
+            job.prefill_ms += facts.forward_ms
+        else:
+            job.decode_ms += facts.forward_ms
+        tokens = facts.tokens.get(seq_id, ())
+        if not tokens:
+            self._scheduler.advance(scheduled, None)
+            return
+        job.num_drafted += facts.num_drafted.get(seq_id, 0)
+        self._take(job, scheduled, tokens)
 
     def _take(self, job: _Job, scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> None:
         """Takes the tokens of a step in order: those accepted from its draft, and the one chosen after them.
@@ -206,8 +236,6 @@ class Engine:
         for num_accepted, token_id in enumerate(tokens):
             self._scheduler.advance(scheduled, None if token_id in self._eos_token_ids else token_id, num_accepted)
             if scheduled.phase is Phase.PREFILL:
-                # Before the answer is complete: another request about the picture may come meanwhile.
-                self._remember(sequence, self._scheduler.remember)
                 job.first_token_ms = (time.perf_counter() - job.started) * 1e3
             else:
                 job.num_decoded += 1
@@ -236,10 +264,6 @@ class Engine:
         """Ends a request with its answer; `end` is the token by which the model ended it."""
         rest = job.text.finish()
         sequence, prompt = job.sequence, job.sequence.request.prompt
-        self._runner.learn(sequence, end)
-        self._remember(sequence, self._scheduler.remember)
-        self._remember(sequence, self._scheduler.persist)
-        self._retire(sequence)
         answer = Answer(
             text=job.text.text,
             finish_reason=reason,
@@ -274,6 +298,17 @@ class Engine:
             ),
         )
         job.ready.append(Chunk(text=rest, answer=answer))
+        self._learn(sequence, end)
+        self._remember(sequence, self._scheduler.remember)
+        self._remember(sequence, self._scheduler.persist)
+        self._retire(sequence)
+
+    def _learn(self, sequence: Sequence, end: tuple[int, ...]) -> None:
+        """Lets drafters know an answer. That they can not take it costs no answer."""
+        try:
+            self._runner.learn(sequence, end)
+        except Exception:
+            _log.warning("an answer could not be kept to draft from", exc_info=True)
 
     def _remember(self, sequence: Sequence, keep: Callable[[Sequence, Callable[[int, int], Any]], None]) -> None:
         """Keeps what was computed of a sequence. That it can not be kept costs later requests time, and no answer."""

@@ -13,6 +13,7 @@ VLMFastError
 │   ├── WeightsError           tensors missing, left over or damaged
 │   └── ModelNotFoundError     no such folder or hub name, or the hub can not be reached
 ├── GeometryError              a picture's size breaks the family's rules
+├── InterruptedAnswerError     Ctrl-C, meant for another answer, hit this one in the middle of a token
 └── DeviceError                the device or dtype asked for is not there
 """
 
@@ -36,6 +37,7 @@ __all__ = [
     "ImageFetchError",
     "ImageLimitError",
     "InputError",
+    "InterruptedAnswerError",
     "ModelError",
     "ModelNotFoundError",
     "OptionError",
@@ -91,3 +93,9 @@ class DeviceError(VLMFastError):
     """The device or dtype asked for is not available here."""
 
     code = "bad_device"
+
+
+class InterruptedAnswerError(VLMFastError):
+    """An interrupt came while a token was added to this answer, which can not go on; asking again is safe."""
+
+    code = "interrupted"

@@ -111,8 +111,8 @@ class Runner:
     def run(self, plan: StepPlan) -> StepFacts:
         """Encodes the pictures that the step needs, then one decoder pass over all scheduled tokens.
 
-        A sequence whose pictures fail is left out. If the pass itself fails or is interrupted, it has not happened:
-        every page is as before, and the same plan may be run again.
+        A sequence whose pictures fail is left out. If the pass itself fails or is interrupted, or its facts are lost,
+        it has not happened: the same plan may be run again, and gives the same.
         """
         encode_ms: dict[int, float] = {}
         sources: dict[int, list[FeatureSource]] = {}
@@ -121,7 +121,12 @@ class Runner:
             if scheduled.sequence.seq_id not in self._states:
                 self._states[scheduled.sequence.seq_id] = self._begin(scheduled.sequence)
             # A step that was computed but never applied (Ctrl-C in between) is computed again from here.
-            self._states[scheduled.sequence.seq_id].kv.truncate(scheduled.start)
+            state = self._states[scheduled.sequence.seq_id]
+            state.kv.truncate(scheduled.start)
+            if scheduled.start >= scheduled.sequence.num_prompt_tokens:
+                state.visual_tokens = None  # the prompt was not only computed, it was applied
+            if scheduled.samples:
+                state.sampler.begin(scheduled.end)
         for sequence in plan.encode:
             try:
                 started = time.perf_counter()
@@ -189,9 +194,6 @@ class Runner:
             for item in scheduled:
                 self._states[item.sequence.seq_id].kv.truncate(item.start)
             raise
-        for item in scheduled:
-            if item.end >= item.sequence.num_prompt_tokens:
-                self._states[item.sequence.seq_id].visual_tokens = None
         if all(item.draft_budget > 0 for item in scheduled) and not failed:
             self._speculator.timed(
                 num_sequences=len(scheduled),
@@ -326,11 +328,10 @@ class Runner:
     def _place_visual_tokens(self, embeddings: Tensor, row: int, item: ScheduledSequence) -> None:
         """Overwrites the rows of visual placeholders of a slice that begins at `row`."""
         state = self._states[item.sequence.seq_id]
-        if state.visual_tokens is None:
-            return
         first = bisect_left(state.visual_positions, item.start)
         last = bisect_left(state.visual_positions, item.end)
         if first < last:
+            assert state.visual_tokens is not None, "a prompt's pictures are encoded before its visual tokens are due"
             rows = torch.tensor(state.visual_positions[first:last], device=self._device) + (row - item.start)
             embeddings[rows] = state.visual_tokens[first:last]
 

@@ -53,6 +53,10 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, prompt_ids: Tensor, vocab_size: int) -> None:
         self._sampling = sampling
+        self._position = -1
+        self._state = torch.empty(0)  # the generator's at `begin`
+        self._new: list[int] = []
+        """Tokens seen since `begin` for the first time."""
         self._seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=prompt_ids.device)
@@ -64,6 +68,18 @@ class Sampler:
                 self._generator.seed()
             else:
                 self._generator.manual_seed(sampling.seed)
+
+    def begin(self, position: int) -> None:
+        """Called before what follows `position` tokens is chosen: a second time for the same takes back the first."""
+        if position == self._position:
+            if self._generator is not None:
+                self._generator.set_state(self._state)
+            if self._seen is not None:
+                self._seen[self._new] = False
+        elif self._generator is not None:
+            self._state = self._generator.get_state()
+        self._position = position
+        self._new = []
 
     def choose(self, logits: Tensor) -> int:
         """The next token for logits [V]; remembers it for the repetition penalty.
@@ -98,7 +114,8 @@ class Sampler:
 
     def remember(self, token_id: int) -> int:
         """Notes a chosen token for the repetition penalty, and returns it."""
-        if self._seen is not None:
+        if self._seen is not None and not self._seen[token_id]:
+            self._new.append(token_id)
             self._seen[token_id] = True
         return token_id
 

@@ -82,7 +82,7 @@ class Scheduler:
             if budget < 1 or sequence.num_computed >= sequence.num_prompt_tokens:
                 continue
             whole = sequence.request.pruning is not None
-            if whole and sequence.num_tokens > budget and len(scheduled) > len(decoding):
+            if whole and sequence.num_tokens > budget and scheduled:
                 continue  # for a step that has room for all of it
             self._recall(sequence)
             if sequence.num_computed == sequence.num_cached and sequence.first_new_image < len(sequence.request.images):

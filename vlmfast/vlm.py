@@ -220,6 +220,8 @@ class VLM:
         """
         if is_image_source(images):
             images = [images]  # one picture, not a row of letters, bytes or pixel rows
+        if not isinstance(images, Iterable):
+            raise InputError(f"caption takes pictures, one or many; got {type(images).__name__}")
 
         def submit(image: ImageInput) -> Iterator[Chunk]:
             message = Message(role="user", text=prompt, images=(image,))

@@ -76,7 +76,7 @@ class VisionConfig:
             intermediate_size=count(config, "intermediate_size", where),
             num_layers=count(config, "num_hidden_layers", where),
             num_heads=count(config, "num_attention_heads", where),
-            num_channels=int(config.get("num_channels", 3)),
+            num_channels=count({"num_channels": 3, **config}, "num_channels", where),
             image_size=square(need(config, "image_size", where), f"{where}.image_size"),
             patch_size=square(need(config, "patch_size", where), f"{where}.patch_size"),
             activation=activation(config.get("hidden_act", "quick_gelu" if clip else "gelu_pytorch_tanh"), where),
@@ -137,7 +137,7 @@ class TextConfig:
             )
         hidden_size = count(config, "hidden_size", where)
         num_heads = count(config, "num_attention_heads", where)
-        num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
+        num_kv_heads = _or(config, "num_key_value_heads", num_heads, where)
         if num_heads % num_kv_heads:
             raise ConfigError(f"{where}: {num_heads} heads can not share {num_kv_heads} key/value heads evenly")
         biased = bool(config.get("attention_bias", False)) and model_type in ("llama", "qwen3")
@@ -147,7 +147,7 @@ class TextConfig:
             num_layers=count(config, "num_hidden_layers", where),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
+            head_dim=_or(config, "head_dim", hidden_size // num_heads, where),
             vocab_size=count(config, "vocab_size", where),
             max_positions=min(count(config, "max_position_embeddings", where), _window(config, model_type, where)),
             rope=RopeConfig.from_hf(config, where),
@@ -371,3 +371,8 @@ def _llava_rule(config: Mapping[str, Any], where: str, *, tiled: bool) -> dict[s
         "pad_square": not tiled and bool(config.get("do_pad")) and processor.startswith("Llava"),
         "pinpoints": pinpoints,
     }
+
+
+def _or(config: Mapping[str, Any], key: str, default: int, where: str) -> int:
+    """A count, or the default where the key is absent, null or 0."""
+    return count({key: config.get(key) or default}, key, where)

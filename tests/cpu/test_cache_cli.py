@@ -107,3 +107,12 @@ def test_a_useless_folder_is_named(run: Run, tmp_path: Path) -> None:
     (bad / "data.mdb").mkdir()
     code, out, _ = run("cache", "stats", "--folder", str(tmp_path / "bad"))
     assert (code, out) == (1, "")
+
+
+def test_clear_leaves_what_no_cache_wrote(run: Run, tmp_path: Path) -> None:
+    """Guards a user's own folder that happens to be called like one of ours."""
+    mine = tmp_path / "features" / "mine.txt"
+    mine.parent.mkdir()
+    mine.write_text("my own")
+    run("cache", "clear", "--folder", str(tmp_path))
+    assert mine.read_text() == "my own"

@@ -125,5 +125,6 @@ def test_nothing_found_is_said(empty: str, tmp_path: Path) -> None:
 
 
 def test_an_unwritable_output_is_said(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["caption", str(SCENES / "dog.png"), "-o", str(tmp_path / "no" / "out.jsonl")])
+    (tmp_path / "file").write_text("no folder")
+    result = CliRunner().invoke(app, ["caption", str(SCENES / "dog.png"), "-o", str(tmp_path / "file" / "out.jsonl")])
     assert result.exit_code == 2 and "can not be written" in result.stderr

@@ -129,8 +129,8 @@ def test_a_failed_save_leaves_the_old_file(
         raise OSError("disk full")
 
     monkeypatch.setattr("vlmfast.chat_file.json.dump", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(InputError, match=r"chat\.json can not be written: disk full"):
         chat.save(path)
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(OSError):
+    with pytest.raises(InputError, match=r"no folder.*No such file"):
         chat.save(tmp_path / "no folder" / "chat.json")

@@ -155,7 +155,7 @@ def test_slow_answers_end(path: str, server: Server) -> None:
     [
         ("http://nowhere.example/a.png", "no address is known for nowhere.example"),
         ("http://", "only http"), ("http:///a.png", "only http"), ("http://[::1", "valid URL|only http"),
-        ("http://a b/c", "valid URL|no address"), ("http://pictures.example:99999/a", "valid URL|no address|fetched"),
+        ("http://a b/c", "valid URL|no address"), ("http://pictures.example:99999/a", "valid URL|port 99999 is none"),
         ("https://xn--/", "valid URL|no address"), ("http://" + "a" * 300 + "/", "valid URL|no address"),
     ],
 )  # fmt: skip
@@ -214,3 +214,10 @@ def test_certificates_are_checked_against_the_name(
         load_image(secure(server.url("/a.jpg", "other.example")))
     with pytest.raises(ImageFetchError, match="timed out"):
         load_image(secure(server.url("/header")), limits=Limits(fetch_timeout_s=0.5))
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "99999999999999999999"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    """Guards against an OverflowError of the resolver."""
+    with pytest.raises(ImageFetchError, match=f"port {port} is none"):
+        load_image(f"http://1.1.1.1:{port}/x.png")

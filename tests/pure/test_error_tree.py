@@ -52,6 +52,7 @@ def test_model_errors_are_the_same_classes() -> None:
         ("ImageFetchError", "image_fetch", "ImageError"),
         ("ImageLimitError", "image_too_large", "ImageError"),
         ("OptionError", "bad_option", "InputError"),
+        ("InterruptedAnswerError", "interrupted", "VLMFastError"),
         ("ContextLengthError", "context_length", "InputError"),
         ("ModelError", "model_error", "VLMFastError"),
         ("ConfigError", "bad_config", "ModelError"),

@@ -31,6 +31,9 @@ class MapFullError(Exception):
     """A write found no room in the map; it has not happened. Make room and try again."""
 
 
+_FILES = {"data.mdb", "lock.mdb"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
     """One transaction and the tables of the environment, while the transaction lasts."""
@@ -106,12 +109,19 @@ class Environment:
                 self._env = None
 
     def remove(self) -> None:
-        """Deletes the files, if that is allowed.
+        """Deletes our files, if that is allowed; a folder that holds anything else is left as it is.
 
         Other processes go on with what they hold, and notice at their next write.
         """
         with self.lock:
             self.close()
+            try:
+                strange = set(os.listdir(self.folder)) - _FILES
+            except OSError:
+                return
+            if strange:
+                _log.warning("%s is not deleted: it holds %s, which no cache wrote", self.folder, min(strange))
+                return
             # Renamed first, in one step: a process that opens meanwhile must not find the lock of one environment
             # beside the data of another.
             leaving = self.folder.with_name(f"{self.folder.name}.removed-{os.getpid()}")

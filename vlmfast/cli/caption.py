@@ -14,9 +14,19 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from vlmfast.cli.loading import load_model
-from vlmfast.cli.options import DeviceOption, DtypeOption, ModelOption, NoCacheOption
+from vlmfast.cli.options import DeviceOption, DtypeOption, ModelOption, NoCacheOption, SpeculationOption
 from vlmfast.cli.output import write_error, write_note
-from vlmfast.options import IMAGE_FORMATS, Caching, Sampling
+from vlmfast.cli.vision import (
+    FastVLayerOption,
+    FastVOption,
+    KeepOption,
+    ReduceOption,
+    ResolutionOption,
+    TomeOption,
+    vision_of,
+)
+from vlmfast.options import IMAGE_FORMATS, Caching, FastV, Sampling
+from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
 from vlmfast.types import Answer, CaptionError
 
 if TYPE_CHECKING:
@@ -40,6 +50,13 @@ def caption(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     no_cache: NoCacheOption = False,
+    resolution: ResolutionOption = "high",
+    tome: TomeOption = None,
+    reduce: ReduceOption = None,
+    keep: KeepOption = None,
+    fastv: FastVOption = None,
+    fastv_layer: FastVLayerOption = FastV().layer,
+    speculation: SpeculationOption = DEFAULT_DRAFTER,
 ) -> None:
     """Caption many pictures, several at a time, in the order of their paths.
 
@@ -50,8 +67,10 @@ def caption(
     if not paths:
         write_error(f"no pictures in {', '.join(sources)}; looked for files named *{', *'.join(sorted(_suffixes()))}")
         raise typer.Exit(2)
-    vlm = load_model(model, device=device, dtype=dtype, caching=Caching.off() if no_cache else None)
-    rows = vlm.caption(paths, prompt, sampling=Sampling(max_new_tokens=max_new_tokens))
+    vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
+    caching = Caching.off() if no_cache else None
+    vlm = load_model(model, device=device, dtype=dtype, caching=caching, speculation=Speculation.of(speculation))
+    rows = vlm.caption(paths, prompt, sampling=Sampling(max_new_tokens=max_new_tokens), vision=vision)
     num_errors, started = 0, time.monotonic()
     with _opened(out) as file, _progress() as bar:
         task = bar.add_task("captioning", total=len(paths), errors=0, rate=0.0)
@@ -104,6 +123,7 @@ def _opened(out: Path | None) -> AbstractContextManager[IO[str]]:
     if out is None:
         return nullcontext(sys.stdout)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         return out.open("w", encoding="utf-8")
     except OSError as error:
         write_error(f"{out} can not be written: {error.strerror or error}; choose another file with --out")

@@ -21,8 +21,17 @@ from vlmfast.cli.options import (
     sampling_option,
 )
 from vlmfast.cli.output import write, write_error, write_foreign, write_note
+from vlmfast.cli.vision import (
+    FastVLayerOption,
+    FastVOption,
+    KeepOption,
+    ReduceOption,
+    ResolutionOption,
+    TomeOption,
+    vision_of,
+)
 from vlmfast.errors import InputError, VLMFastError
-from vlmfast.options import Caching, Overflow, Sampling
+from vlmfast.options import Caching, FastV, Overflow, Sampling
 from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
 
 if TYPE_CHECKING:
@@ -68,6 +77,12 @@ def chat(
     dtype: DtypeOption = "auto",
     no_cache: NoCacheOption = False,
     speculation: SpeculationOption = DEFAULT_DRAFTER,
+    resolution: ResolutionOption = "high",
+    tome: TomeOption = None,
+    reduce: ReduceOption = None,
+    keep: KeepOption = None,
+    fastv: FastVOption = None,
+    fastv_layer: FastVLayerOption = FastV().layer,
 ) -> None:
     """Talk about pictures.
 
@@ -79,6 +94,7 @@ def chat(
     from vlmfast.image.load import load_images
 
     drafting = Speculation.of(speculation)
+    vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     loaded = load_images(images or [])  # before the model: a wrong path is said at once
     vlm = load_model(
         model, device=device, dtype=dtype, caching=Caching.off() if no_cache else None, speculation=drafting
@@ -92,7 +108,7 @@ def chat(
         stop=tuple(stop or _DEFAULT.stop),
         seed=seed,
     )
-    conversation = vlm.chat(list(loaded), system=system, overflow=overflow)
+    conversation = vlm.chat(list(loaded), system=system, overflow=overflow, vision=vision)
     session = _Session(vlm=vlm, chat=conversation, sampling=sampling, stats=stats)
     num_failed = 0
     for line in _lines():

@@ -31,7 +31,7 @@ from vlmfast.cli.vision import (
     check_show_tokens,
     vision_of,
 )
-from vlmfast.errors import VLMFastError
+from vlmfast.errors import OptionError, VLMFastError
 from vlmfast.options import Caching, FastV, Limits, Sampling, Vision
 from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
 
@@ -190,8 +190,12 @@ def _answer(
         if show_tokens is not None and answer is not None:
             from vlmfast.cli.show_tokens import draw_tokens
 
-            draw_tokens(vlm, question.images, prompt, vision, answer).save(show_tokens)
-    except BrokenPipeError:
+            drawn = draw_tokens(vlm, question.images, prompt, vision, answer)
+            try:
+                drawn.save(show_tokens)
+            except OSError as error:
+                raise OptionError(f"{show_tokens} can not be written: {error.strerror or error}") from error
+    except OSError:  # stdout is closed or full: no picture's fault
         raise
     except Exception as error:  # the boundary of a picture: the others still run
         return error

@@ -78,6 +78,8 @@ def _panels(frames: Sequence[Image.Image], plan: TilePlan, groups: Sequence[int]
         raise OptionError("--show-tokens draws frames of tokens; this model lays a picture's tokens out as one grid")
     sizes = Counter(groups)
     count = plan.tokens_per_tile
+    if isqrt(count) ** 2 != count:
+        raise OptionError(f"--show-tokens draws squares of tokens; a frame of this model has {count}")
     drawn = [_drawn(frame, groups[index * count : (index + 1) * count], sizes) for index, frame in enumerate(frames)]
     *tiles, whole = drawn
     if not tiles:

@@ -32,7 +32,8 @@ def pocket(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from what lies in the work folder.")] = False,
     seed: Annotated[int, typer.Option(metavar="S", help="Seed of the weights and of everything random.")] = 0,
     scale: Annotated[
-        float, typer.Option(metavar="X", min=0.001, help="Train for X times as many steps as the recipe says.")
+        float,
+        typer.Option(metavar="X", min=0.001, max=1000, help="Train for X times the steps of the recipe."),
     ] = 1.0,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads, and processes that draw.")] = 2,
@@ -43,12 +44,12 @@ def pocket(
     """
     import torch
 
+    from vlmfast.device import resolve_device
     from vlmfast.train.recipe import FIRST_POCKET, Workplace, train_pocket
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(threads)
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     recipe = replace(FIRST_POCKET, seed=seed).scaled(scale)
-    place = Workplace(folder=work, device=torch.device(chosen), num_workers=threads, resume=resume)
+    place = Workplace(folder=work, device=resolve_device(device), num_workers=threads, resume=resume)
     tally = train_pocket(recipe, place, out)
     write(f"{tally}\n{out}\n")

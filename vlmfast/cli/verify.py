@@ -12,6 +12,7 @@ import typer
 
 from vlmfast.cli.options import field_docs
 from vlmfast.cli.output import write, write_json
+from vlmfast.errors import OptionError
 from vlmfast.options import Verification
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def verify(
     """
     from vlmfast.verify.run import verify as run
 
+    if dtype == "int8":
+        raise OptionError("--dtype int8 can not be verified: transformers has no such run; use float32 or bfloat16")
     options = Verification(max_new_tokens=max_new_tokens, tolerance=tolerance, grey_levels=grey_levels)
     with _progress() as progress:
         report = run(

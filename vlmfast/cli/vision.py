@@ -74,11 +74,18 @@ def vision_of(
     if keep is not None and reduce is None:
         raise typer.BadParameter("says how much --reduce keeps; give --reduce METHOD, too", param_hint="--keep")
     return Vision(
-        resolution=int(resolution) if resolution.isdecimal() else cast(Resolution, resolution),  # which checks it
+        resolution=int(resolution)
+        if resolution.isdecimal() and len(resolution) < 10
+        else cast(Resolution, resolution),  # which checks it
         tome=None if tome is None else ToMe(r=_number(tome, "--tome")),
         reduce=None if reduce is None else _reduce(reduce, keep),
         fastv=None if fastv is None else FastV(layer=fastv_layer, keep=_number(fastv, "--fastv")),
     )
+
+
+def _resolution(text: str) -> Resolution:
+    """A number of tiles, or a name, which `Vision` checks."""
+    return int(text) if text.isdecimal() and len(text) < 10 else cast(Resolution, text)
 
 
 def _reduce(method: str, keep: str | None) -> Reduce:

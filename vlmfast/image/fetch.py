@@ -162,8 +162,11 @@ def _checked_addresses(target: httpx.URL, url: str) -> list[str]:
     if target.scheme not in ("http", "https") or not target.host:
         raise ImageFetchError(f"{name}: leads to {shown_url(str(target))}; only http:// and https:// URLs are fetched")
     host = target.raw_host.decode("ascii")
+    port = (443 if target.scheme == "https" else 80) if target.port is None else target.port
+    if not 0 < port < 2**16:
+        raise ImageFetchError(f"{name}: port {port} is none; ports go from 1 to 65535")
     try:
-        addresses = resolve(host, target.port or (443 if target.scheme == "https" else 80))
+        addresses = resolve(host, port)
     except OSError as error:
         raise ImageFetchError(f"{name}: no address is known for {host} ({error.strerror or error})") from error
     if not addresses or not all(is_public(address) for address in addresses):

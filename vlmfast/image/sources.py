@@ -115,7 +115,10 @@ def _from_text(text: str, limits: Limits) -> Encoded:
 def _path_of(url: str) -> Path:
     from urllib.request import url2pathname  # brings a web client along, which takes as long as all the rest here
 
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ImageError(f"{shortened(url)}: is no URL ({error}); a file URL begins with file:///") from error
     if parts.netloc not in ("", "localhost"):
         raise ImageError(f"{shortened(url)}: names a file of another machine; a file URL begins with file:///")
     return Path(url2pathname(parts.path))

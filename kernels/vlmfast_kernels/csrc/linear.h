@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "simd.h"
@@ -240,11 +241,15 @@ inline void pack_int8(const bf16* weight, int64_t inputs, int64_t outputs, uint8
                 return value;
             };
             float reach = 0;
-            for (int64_t k = 0; real && k < inputs; k++) reach = std::fmax(reach, std::fabs(at(k)));
-            if (real) scale[column] = reach / 127.0f;
-            const float factor = reach > 0 ? 127.0f / reach : 0.0f;
+            bool finite = true;  // fmax passes over NaN
+            for (int64_t k = 0; real && k < inputs; k++) {
+                reach = std::fmax(reach, std::fabs(at(k)));
+                finite = finite && std::isfinite(at(k));
+            }
+            if (real) scale[column] = finite ? reach / 127.0f : std::numeric_limits<float>::quiet_NaN();
+            const float factor = finite && reach > 0 ? 127.0f / reach : 0.0f;
             for (int64_t k = 0; k < k_end; k++) {
-                const int whole = real && k < inputs ? int(std::nearbyint(at(k) * factor)) : 0;
+                const int whole = real && finite && k < inputs ? int(std::nearbyint(at(k) * factor)) : 0;
                 to[k / 4 * 4 * kBlock + k % 4] = uint8_t(whole + 128);
             }
         }
