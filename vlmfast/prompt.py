@@ -101,8 +101,10 @@ class PromptBuilder:
         added = tokenizer.get_added_vocab()
         if image_token not in added:
             raise ConfigError(f"the tokenizer has no '{image_token}' token")
-        any_added = "|".join(re.escape(token) for token in added if len(token) > 1)
-        self._begins_added = re.compile(f"(?=(?:{any_added}))(.)", re.DOTALL)
+        self._added = {token for token in added if len(token) > 1}
+        self._added_lengths = sorted({len(token) for token in self._added})
+        begins = "".join(sorted({re.escape(token[0]) for token in self._added}))
+        self._may_begin_added = re.compile(f"[{begins}]")
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos] else []
         self._anchor = len(tokenizer.encode(image_token, add_special_tokens=False))
@@ -204,8 +206,14 @@ class PromptBuilder:
         return opened[len(asked) :] if opened.startswith(asked) else ""
 
     def _guarded(self, text: str, guard: str) -> str:
-        # A function: a template would be looked up by the hash of the whole pattern, a millisecond each time.
-        return self._begins_added.sub(lambda match: match[1] + guard, text)
+        """The text with a guard behind the first character of all that would be read as an added token."""
+
+        def begun(match: re.Match[str]) -> str:
+            start = match.start()
+            begins = any(text[start : start + length] in self._added for length in self._added_lengths)
+            return match[0] + guard if begins else match[0]
+
+        return self._may_begin_added.sub(begun, text)
 
     def _render(self, messages: SequenceOf[Message], guard: str, *, generate: bool = True) -> str:
         conversation = [{"role": message.role, "content": self._content(message, guard)} for message in messages]
