@@ -28,7 +28,7 @@ def noise(width: int, height: int, seed: int = 0) -> np.ndarray:
 
 def model_of(vlm: Any) -> Any:
     """The networks of a VLM."""
-    return vlm._engine._runner._model
+    return vlm.model
 
 
 def build(vlm: Any, images: list[Any], question: str) -> tuple[Prompt, tuple[ImageInput, ...]]:

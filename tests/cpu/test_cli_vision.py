@@ -66,6 +66,7 @@ def test_options_are_those_of_python(
     ("options", "named"),
     [
         (["--keep", "0.5"], "--reduce"),
+        (["--fastv-layer", "3"], "--fastv K"),
         (["--reduce", "best"], "method"),
         (["--reduce", "scope", "--keep", "2.5"], "keep"),
         (["--reduce", "scope", "--keep", "half"], "--keep"),

@@ -73,10 +73,10 @@ def vision_of(
     """
     if keep is not None and reduce is None:
         raise typer.BadParameter("says how much --reduce keeps; give --reduce METHOD, too", param_hint="--keep")
+    if fastv is None and fastv_layer != FastV().layer:
+        raise typer.BadParameter("says where --fastv begins; give --fastv K, too", param_hint="--fastv-layer")
     return Vision(
-        resolution=int(resolution)
-        if resolution.isdecimal() and len(resolution) < 10
-        else cast(Resolution, resolution),  # which checks it
+        resolution=_resolution(resolution),
         tome=None if tome is None else ToMe(r=_number(tome, "--tome")),
         reduce=None if reduce is None else _reduce(reduce, keep),
         fastv=None if fastv is None else FastV(layer=fastv_layer, keep=_number(fastv, "--fastv")),
