@@ -16,25 +16,29 @@ from vlmfast.train import shape
 from vlmfast.train.alignment import NO_WORD, cell_words
 from vlmfast.train.answers import is_right
 from vlmfast.train.attention import CachedAttention, PackedAttention, spelled_out_attention
+from vlmfast.train.dense import normalised
 from vlmfast.train.evaluate import answer
 from vlmfast.train.export import write_pocket
-from vlmfast.train.frames import IGNORED, LABELS, FrameSet, model_frame, num_classes, open_frames, patch_labels
+from vlmfast.train.frames import GRID, IGNORED, LABELS, FrameSet, num_classes, open_frames, patch_labels, picture_frames
 from vlmfast.train.packing import IGNORED_TARGET, collate, pack
 from vlmfast.train.questions import ask_all
 from vlmfast.train.recipe import new_pocket
 from vlmfast.train.render import render
-from vlmfast.train.scenes import CROWDED, Kind, Split, sample_scene, stream
+from vlmfast.train.scenes import CROWDED, PAGES, Kind, Split, sample_scene, stream
 from vlmfast.train.showcase import showcase_scenes
-from vlmfast.train.tokens import FRAME, GLOBAL, IMAGE, PromptTokens, train_tokenizer, write_tokenizer
+from vlmfast.train.tokens import IMAGE, PromptTokens, train_tokenizer, write_tokenizer
 from vlmfast.train.truth import scene_questions
 from vlmfast_models.config import PreprocessConfig
+from vlmfast_models.families.idefics3 import Idefics3
+from vlmfast_models.geometry import TilePlan, idefics3_plan
 
-PREPROCESS = PreprocessConfig.from_hf(shape.preprocessor_config())
+PREPROCESS = PreprocessConfig.from_hf(shape.preprocessor_config(shape.POCKET_SIZE))
+PLAN = idefics3_plan(512, 512, PREPROCESS, tokens_per_tile=64)
 
 
 @pytest.fixture(scope="module")
 def tokens() -> PromptTokens:
-    return PromptTokens(tokenizer=train_tokenizer(), num_visual=64)
+    return PromptTokens(tokenizer=train_tokenizer())
 
 
 def test_a_picture_is_a_function_of_its_scene() -> None:
@@ -70,15 +74,19 @@ def test_frames_are_what_the_runtime_makes() -> None:
     """The pocket is trained on exactly the pixels that the product's own preprocessing gives it."""
     from vlmfast.image.load import load_image
     from vlmfast.image.preprocess import preprocess
-    from vlmfast_models.geometry import idefics3_plan
 
     for index in range(6):
         picture = render(sample_scene(3, index)).picture
         plan = idefics3_plan(*picture.size, PREPROCESS, tokens_per_tile=64)
         pixels = preprocess(load_image(picture), plan, PREPROCESS).pixels
-        ours = torch.from_numpy(np.array(model_frame(picture, PREPROCESS))).permute(2, 0, 1).float() / 127.5 - 1
-        assert pixels.shape == (1, 3, shape.TILE_SIDE, shape.TILE_SIDE)
-        assert (pixels[0] - ours).abs().max() < 1e-5
+        ours = normalised(torch.from_numpy(picture_frames(picture, PREPROCESS)))
+        assert pixels.shape == (GRID[0] * GRID[1] + 1, 3, shape.TILE_SIDE, shape.TILE_SIDE)
+        assert (pixels - ours).abs().max() < 1e-5
+
+
+def test_a_picture_of_another_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="100x400 scene becomes 2 x 1 tiles"):
+        picture_frames(Image.new("RGB", (100, 400)), PREPROCESS)
 
 
 def test_patch_labels_name_what_the_scene_holds() -> None:
@@ -102,7 +110,8 @@ def test_frame_folders_are_reused_only_for_the_same_scenes(tmp_path: Path) -> No
     assert (tmp_path / "pixels.npy").stat().st_mtime_ns == stamp
     assert np.array_equal(first.pixels, again.pixels)
     picture = render(members.scene(2)).picture
-    assert np.array_equal(first.pixels[2], np.asarray(model_frame(picture, PREPROCESS)))
+    assert np.array_equal(first.pixels[2], picture_frames(picture, PREPROCESS))
+    assert np.array_equal(first.single().pixels[12, 0], first.pixels[2, 2]) and first.single().plan.num_tiles == 1
     kept = np.array(first.pixels)  # the file below the old array is written anew
     other = FrameSet(split=Split.HELD_OUT, seed=9, count=3, style=CROWDED, step=2)
     assert not np.array_equal(kept, open_frames(tmp_path, other, PREPROCESS, shape.PATCH_SIZE, workers=1).pixels)
@@ -123,9 +132,9 @@ def test_tokens_follow_the_chat_template(tokens: PromptTokens, tmp_path: Path) -
         add_generation_prompt=True,
         tokenize=False,
     )
-    ids = loaded(text.replace(IMAGE, f"{FRAME}{GLOBAL}{IMAGE * 64}{FRAME}"))["input_ids"]
+    ids = loaded(text.replace(IMAGE, Idefics3.placeholder(PLAN)))["input_ids"]
     parts = tokens.question("What do you see?") + tokens.answer("There is a dog.")
-    assert ids == tokens.opening() + parts + tokens.question("Where is it?", first=False)
+    assert ids == tokens.opening(PLAN) + parts + tokens.question("Where is it?", first=False)
     assert tokens.decode(tokens.answer("Two dogs, näive 犬.")) == "Two dogs, näive 犬."
 
 
@@ -137,13 +146,14 @@ def test_every_scene_name_is_few_pieces(tokens: PromptTokens) -> None:
 
 def test_packed_rows_hold_every_answer(tokens: PromptTokens) -> None:
     questions = ask_all(sample_scene(3, 1), stream("pack"))
-    row = pack(tokens, questions, chat=False)
-    answers = [token for question in questions for token in tokens.answer(question.answer)]
+    opening = tokens.opening(PLAN)
+    row = pack(tokens, opening, questions, chat=False)
+    answers = [token for question in questions for _, told in question.turns for token in tokens.answer(told)]
     assert [token for token in row.targets if token != IGNORED_TARGET] == answers
-    assert row.ids.count(tokens.token_id(IMAGE)) == 64
-    start = len(tokens.opening())
+    assert row.ids.count(tokens.token_id(IMAGE)) == 5 * 64
+    start = len(opening)
     assert {row.positions[i] for i in range(1, len(row.ids)) if row.segments[i] != row.segments[i - 1]} == {start}
-    batch = collate([row, pack(tokens, questions[:1], chat=True)], padding_id=0)
+    batch = collate([row, pack(tokens, opening, questions[:1], chat=True)], padding_id=0)
     assert batch.ids.shape == (2, len(row.ids)) and (batch.segments[1, -1] == -1)
 
 
@@ -153,7 +163,7 @@ def test_packed_questions_do_not_see_each_other(tokens: PromptTokens) -> None:
     questions = ask_all(sample_scene(3, 1), stream("pack"))[:3]
 
     def logits_of_last(number: int, others: list[int], *, chat: bool) -> torch.Tensor:
-        row = pack(tokens, [*(questions[i] for i in others), questions[number]], chat=chat)
+        row = pack(tokens, tokens.opening(PLAN), [*(questions[i] for i in others), questions[number]], chat=chat)
         batch = collate([row], padding_id=0)
         attention = PackedAttention(batch.segments, torch.float32)
         hidden = model.decoder.run(model.decoder.embed(batch.ids).flatten(0, 1), batch.positions.flatten(), attention)
@@ -166,11 +176,12 @@ def test_packed_questions_do_not_see_each_other(tokens: PromptTokens) -> None:
 
 def test_batched_greedy_answers_equal_single_ones(tokens: PromptTokens) -> None:
     model = new_pocket(tokens.tokenizer, seed=1)
-    visual = torch.randn(3, 64, model.config.text.hidden_size, generator=torch.Generator().manual_seed(0))
-    prompts = ["What is in the picture?", "Count the things.", "Read the sign."]
+    visual = torch.randn(3, 5 * 64, model.config.text.hidden_size, generator=torch.Generator().manual_seed(0))
+    asked = ["What is in the picture?", "Count the things.", "Read the sign."]
+    prefixes = [tokens.opening(PLAN) + tokens.question(prompt) for prompt in asked]
     with torch.no_grad():
-        together = answer(model, tokens, visual, prompts)
-        singly = [answer(model, tokens, visual[i : i + 1], prompts[i : i + 1])[0] for i in range(3)]
+        together = answer(model, tokens, visual, prefixes)
+        singly = [answer(model, tokens, visual[i : i + 1], prefixes[i : i + 1])[0] for i in range(3)]
     assert together == singly
 
 
@@ -195,9 +206,28 @@ def test_cells_speak_of_things_and_places(tokens: PromptTokens) -> None:
     scene = next(s for s in (sample_scene(3, i) for i in range(99)) if s.things[0].kind is Kind.STICKER)
     labels = patch_labels(scene, render(scene), shape.TILE_SIDE, shape.PATCH_SIZE)
     words = cell_words(tokens, {name: array[None] for name, array in labels.items()}, scale_factor=2)
-    assert words.shape == (1, 64, 4)
-    spoken = {tokens.decode([token]) for token in set(words[0, :, 0].tolist()) - {NO_WORD}}
-    assert scene.things[0].name in spoken and "background" in spoken
+    assert words.shape == (1, 5, 64, 8)
+    for frames in (slice(0, 4), slice(4, 5)):  # the tiles together show all that the global frame does
+        spoken = {tokens.decode([token]) for token in set(words[0, frames, :, 0].flatten().tolist()) - {NO_WORD}}
+        assert scene.things[0].name in spoken and "background" in spoken
+
+
+def test_cells_of_a_page_speak_its_characters(tokens: PromptTokens) -> None:
+    scene = sample_scene(3, 0, style=PAGES)
+    labels = patch_labels(scene, render(scene), shape.TILE_SIDE, shape.PATCH_SIZE)
+    words = cell_words(tokens, {name: array[None] for name, array in labels.items()}, scale_factor=2)
+    spoken = {tokens.decode([token]) for token in set(words[0, ..., 4:].flatten().tolist()) - {NO_WORD}}
+    assert scene.page is not None and len(spoken) > 3
+    assert spoken <= set("".join(scene.page.lines))
+
+
+def test_a_tile_knows_where_in_the_picture_it_lies(tokens: PromptTokens) -> None:
+    shown = {name: np.full((1, 5, 16, 16), IGNORED, np.uint8) for name in LABELS}
+    shown["thing"][:] = 1
+    places = cell_words(tokens, shown, scale_factor=2)[0, ..., 2:4]  # [F, cells, 2]
+    corners = [places[tile, cell].tolist() for tile, cell in ((0, 0), (1, 7), (2, 56), (3, 63))]
+    assert corners == [places[4, cell].tolist() for cell in (0, 7, 56, 63)]
+    assert places[0, 63].tolist() == [tokens.encode(" middle")[0], NO_WORD]
 
 
 def test_checkpoint_loads_in_transformers(tokens: PromptTokens, tmp_path: Path) -> None:
@@ -205,7 +235,7 @@ def test_checkpoint_loads_in_transformers(tokens: PromptTokens, tmp_path: Path) 
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = new_pocket(tokens.tokenizer, seed=2).eval()
-    write_pocket(model, tokens.tokenizer, tmp_path, dtype=torch.float32)
+    write_pocket(model, tokens.tokenizer, shape.POCKET_SIZE, tmp_path, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
     picture = render(sample_scene(3, 1)).picture
@@ -213,7 +243,7 @@ def test_checkpoint_loads_in_transformers(tokens: PromptTokens, tmp_path: Path) 
     inputs = processor(
         text=processor.apply_chat_template(messages, add_generation_prompt=True), images=[picture], return_tensors="pt"
     )
-    assert inputs["input_ids"][0].tolist() == tokens.opening() + tokens.question("What do you see?")
+    assert inputs["input_ids"][0].tolist() == tokens.opening(_plan(picture)) + tokens.question("What do you see?")
     with torch.no_grad():
         expected = theirs(**inputs).logits[0]
         visual = model.encode(inputs["pixel_values"][0].float())
@@ -224,6 +254,10 @@ def test_checkpoint_loads_in_transformers(tokens: PromptTokens, tmp_path: Path) 
         hidden = model.decoder.run(embedded[0], torch.arange(ids.shape[1]), attention)
         ours = model.decoder.logits(hidden)
     assert (ours - expected).abs().max() < 1e-4
+
+
+def _plan(picture: Image.Image) -> TilePlan:
+    return idefics3_plan(*picture.size, PREPROCESS, tokens_per_tile=64)
 
 
 def test_make_writes_pictures_and_truth(tmp_path: Path) -> None:

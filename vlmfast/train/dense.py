@@ -1,7 +1,7 @@
 """Dense pretraining of the vision tower: every patch says which thing, colour, character and sign word covers it.
 
 Four linear heads read the patch features; whatever they can read, the connector, a linear map as well, can pass on to
-the decoder. The heads are thrown away afterwards.
+the decoder. They go on reading while everything is trained together, and are thrown away afterwards.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class DenseHeads(nn.Module):
 
 def pretrain(
     vision: VisionTransformer,
+    heads: DenseHeads,
     train: Frames,
     held_out: Frames,
     schedule: Schedule,
@@ -62,8 +63,7 @@ def pretrain(
     device: torch.device,
     score_every_s: float = 240.0,
 ) -> DenseScore:
-    """Trains `vision` in place and returns its held-out score. State goes to `folder`/dense.pt at every score."""
-    heads = DenseHeads(vision.config.hidden_size).to(device)
+    """Trains `vision` and `heads` in place and returns their held-out score. State goes to `folder`/dense.pt."""
     modules: dict[str, nn.Module] = {"vision": vision, "heads": heads}
     optimiser = Optimiser(modules.values(), schedule)
     state = folder / "dense.pt"
@@ -88,8 +88,8 @@ def pretrain(
 
 
 def normalised(pixels: Tensor) -> Tensor:
-    """uint8 frames [P, side, side, 3] as the tower wants them: float [P, 3, side, side] in -1 .. 1."""
-    return pixels.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
+    """uint8 frames [..., side, side, 3] as the tower wants them: float [P, 3, side, side] in -1 .. 1."""
+    return pixels.flatten(0, -4).permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
 
 
 @torch.inference_mode()
@@ -107,7 +107,7 @@ def score(
             counted = labels[name] != IGNORED
             if name == "thing":
                 counted &= labels[name] != 0
-            right[name] += int((logits[name].argmax(-1) == labels[name])[counted].sum())
+            right[name] += int((logits[name].argmax(-1).view_as(counted) == labels[name])[counted].sum())
             total[name] += int(counted.sum())
     return DenseScore(accuracy={name: right[name] / max(1, total[name]) for name in LABELS})
 
@@ -115,6 +115,11 @@ def score(
 def _loss(vision: nn.Module, heads: nn.Module, pixels: Tensor, labels: dict[str, Tensor]) -> Tensor:
     with _autocast(pixels.device):
         logits = heads(vision(normalised(pixels)))
+    return dense_loss(logits, labels)
+
+
+def dense_loss(logits: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> Tensor:
+    """Weighed sum of each head's mean cross-entropy: logits [P, N, classes], labels int64 of P * N."""
     losses = []
     for name, weight in _WEIGHTS.items():
         targets = labels[name].flatten()

@@ -15,14 +15,16 @@ from vlmfast_models.families.idefics3 import Idefics3
 from vlmfast_models.weights import save_checkpoint
 
 
-def write_pocket(model: Idefics3, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def write_pocket(
+    model: Idefics3, tokenizer: Tokenizer, size: shape.Size, folder: Path, dtype: torch.dtype = torch.bfloat16
+) -> None:
     """Configuration, tokenizer and weights; files of the same names are replaced, others are left alone."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = special_ids(tokenizer)
     files: dict[str, dict[str, Any]] = {
-        "config.json": shape.model_config(tokenizer.get_vocab_size(), ids),
+        "config.json": shape.model_config(size, tokenizer.get_vocab_size(), ids),
         "generation_config.json": shape.generation_config(ids),
-        "preprocessor_config.json": shape.preprocessor_config(),
+        "preprocessor_config.json": shape.preprocessor_config(size),
         "processor_config.json": shape.processor_config(),
     }
     for name, values in files.items():

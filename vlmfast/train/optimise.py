@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, and training state that survives an interruption. Knows no model."""
+"""AdamW with warm-up and decay, and training state that survives an interruption. Knows no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Schedule:
     warmup_steps: int = 150
     weight_decay: float = 0.05
     final_share: float = 0.02
-    """Learning rate at the end, as a share of the peak."""
+    """Learning rate at the end, as a share of the peak; 1 keeps it constant, so that a stage may end anywhere."""
     max_gradient: float = 1.0
 
     def rate(self, step: int) -> float:

@@ -26,7 +26,8 @@ PADDING_SEGMENT = -1
 
 # Captions and lists carry the most information; a sign exists in few scenes, so it is always asked for.
 _ALWAYS = ("what", "caption", "exists", "sign")
-_OTHERS = tuple(kind for kind in KINDS if kind not in _ALWAYS)
+_OTHERS = tuple(kind for kind in KINDS if kind not in (*_ALWAYS, "page"))
+_ON_A_PAGE = ("page", "page", "page", "caption", "exists")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +50,30 @@ class Batch:
     targets: Tensor
 
 
-def questions_for_row(scene: Scene, rng: random.Random, num_others: int = 2) -> list[Question]:
-    """The kinds that are always asked and some of the others, in random order."""
-    kinds = [*_ALWAYS, *rng.sample(_OTHERS, num_others)]
+def questions_for_row(scene: Scene, rng: random.Random, num_others: int = 3) -> list[Question]:
+    """The kinds that are always asked and some of the others, in random order; a page is read in several ways."""
+    kinds = list(_ON_A_PAGE) if scene.page is not None else [*_ALWAYS, *rng.sample(_OTHERS, num_others)]
     rng.shuffle(kinds)
     return [question for kind in kinds if (question := ask(scene, kind, rng)) is not None]
 
 
-def pack(tokens: PromptTokens, questions: Sequence[Question], *, chat: bool) -> Row:
-    """The row that asks all questions about one picture, side by side or as one conversation."""
-    ids = tokens.opening()
+def pack(tokens: PromptTokens, opening: Sequence[int], questions: Sequence[Question], *, chat: bool) -> Row:
+    """The row that asks all questions about the picture of `opening`, side by side or as one conversation."""
+    ids = list(opening)
     start = len(ids)
     positions, segments, targets = list(range(start)), [0] * start, [IGNORED_TARGET] * start
     for number, question in enumerate(questions, start=1):
-        prompt = tokens.question(question.prompt, first=not (chat and number > 1))
-        answer = tokens.answer(question.answer)
-        ids += prompt + answer
-        # The last token of the prompt predicts the answer's first, and so on; the end of the turn predicts nothing.
-        targets += [IGNORED_TARGET] * (len(prompt) - 1) + answer + [IGNORED_TARGET]
-        segments += [1 if chat else number] * (len(prompt) + len(answer))
         first = positions[-1] + 1 if chat else start
-        positions += range(first, first + len(prompt) + len(answer))
+        opens = not (chat and number > 1)
+        for asked, told in question.turns:
+            prompt, answer = tokens.question(asked, first=opens), tokens.answer(told)
+            opens = False
+            ids += prompt + answer
+            # The last token of the prompt predicts the answer's first, and so on; the end of the turn predicts nothing.
+            targets += [IGNORED_TARGET] * (len(prompt) - 1) + answer + [IGNORED_TARGET]
+        length = len(ids) - len(positions)
+        segments += [1 if chat else number] * length
+        positions += range(first, first + length)
     return Row(ids=ids, positions=positions, segments=segments, targets=targets)
 
 

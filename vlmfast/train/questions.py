@@ -7,26 +7,32 @@ scored without the scene; `answers.is_right` reads it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-from vlmfast.train.scenes import Kind, Scene, Thing
-from vlmfast.train.vocabulary import COLOURS, NUMBER_WORDS, SHAPES, counted, joined, plural, sticker_names, with_article
+from vlmfast.train import page_questions
+from vlmfast.train.captioning import caption
+from vlmfast.train.relations import follow, relation
+from vlmfast.train.scenes import Scene
+from vlmfast.train.vocabulary import COLOURS, NUMBER_WORDS, plural, with_article
+from vlmfast.train.wording import (
+    Question,
+    absent_name,
+    at,
+    is_there,
+    one_of_a_kind,
+    sign_text,
+    sole_shapes,
+    something,
+    there_are,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A question of one kind, one right answer, and the content that makes an answer right."""
-
-    kind: str
-    prompt: str
-    answer: str
-    expect: Mapping[str, Any]
+__all__ = ["KINDS", "Question", "ask", "ask_all"]
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> Question | None:
     """A question of this kind about the scene, or None where the scene gives no occasion for one."""
+    if scene.page is not None and kind not in _OF_PAGES:
+        return None
     return _ASKERS[kind](scene, rng)
 
 
@@ -44,69 +50,89 @@ def _what(scene: Scene, rng: random.Random) -> Question:
             "What do you see?",
             "Which things are in the picture?",
             "List the things in the picture.",
+            "Name everything in the image.",
+            "What is shown here?",
         )
     )
-    return Question(kind="what", prompt=prompt, answer=f"{_there_are(scene)}.", expect={"things": dict(scene.counts)})
+    return Question(kind="what", prompt=prompt, answer=f"{there_are(scene)}.", expect={"things": dict(scene.counts)})
 
 
-def _colour(scene: Scene, rng: random.Random) -> Question:
-    shapes = [thing for thing in scene.things if thing.kind is Kind.SHAPE]
-    unique = [thing for thing in shapes if sum(other.shape == thing.shape for other in shapes) == 1]
-    if unique and rng.random() < 0.7:
+def _colour(scene: Scene, rng: random.Random) -> Question | None:
+    """Of a shape, or of the background unless that is a photograph."""
+    unique = sole_shapes(scene)
+    if unique and (rng.random() < 0.7 or scene.background not in COLOURS):
         thing = rng.choice(unique)
         subject, colour = thing.shape, thing.colour
-    else:
+    elif scene.background in COLOURS:
         subject, colour = "background", scene.background
+    else:
+        return None
     prompt = rng.choice(
-        (f"What colour is the {subject}?", f"What color is the {subject}?", f"Which colour does the {subject} have?")
+        (
+            f"What colour is the {subject}?",
+            f"What color is the {subject}?",
+            f"Which colour does the {subject} have?",
+            f"Tell me the colour of the {subject}.",
+            f"What is the color of the {subject}?",
+        )
     )
     return Question(kind="colour", prompt=prompt, answer=f"The {subject} is {colour}.", expect={"colour": colour})
 
 
 def _exists(scene: Scene, rng: random.Random) -> Question:
     """Yes and no equally often; a "no" asks for what the twin has, or for a near miss, or for anything else."""
-    yes = rng.random() < 0.5
+    yes = scene.page is None and rng.random() < 0.5
     if yes:
         name = scene.swapped if rng.random() < 0.5 else rng.choice(list(scene.counts))
     else:
-        name = scene.absent if rng.random() < 0.5 else _absent_name(scene, rng)
-    thing = with_article(name)
-    prompt = rng.choice(
-        (
-            f"Is there {thing} in the picture?",
-            f"Is there {thing}?",
-            f"Can you see {thing}?",
-            f"Does the picture show {thing}?",
-        )
-    )
-    number = scene.counts[name]
-    verb = "are" if number > 1 else "is"
-    answer = f"Yes, there {verb} {counted(name, number)}." if yes else f"No, there is no {name}."
-    return Question(kind="exists", prompt=prompt, answer=answer, expect={"exists": yes})
+        name = scene.absent if scene.absent and rng.random() < 0.5 else absent_name(scene, rng)
+    answer = f"Yes, there {something(name, scene.counts[name])}." if yes else f"No, there is no {name}."
+    return Question(kind="exists", prompt=is_there(name, rng), answer=answer, expect={"exists": yes})
 
 
 def _count(scene: Scene, rng: random.Random) -> Question:
     """How many things in all, or of one name; sometimes of a name that does not occur."""
     if rng.random() < 0.4:
         number, singular, several = len(scene.things), "thing", "things"
-        prompt = rng.choice(("How many things are there?", "How many things are in the picture?", "Count the things."))
+        prompt = rng.choice(
+            (
+                "How many things are there?",
+                "How many things are in the picture?",
+                "Count the things.",
+                "How many things can you see?",
+            )
+        )
     else:
         repeated = [name for name, number in scene.counts.items() if number > 1]
         present = repeated if repeated and rng.random() < 0.6 else list(scene.counts)
-        singular = _absent_name(scene, rng) if rng.random() < 0.2 else rng.choice(present)
+        singular = absent_name(scene, rng) if rng.random() < 0.2 else rng.choice(present)
         number, several = scene.counts[singular], plural(singular)
-        prompt = rng.choice((f"How many {several} are there?", f"How many {several} are in the picture?"))
+        prompt = rng.choice(
+            (
+                f"How many {several} are there?",
+                f"How many {several} are in the picture?",
+                f"Count the {several}.",
+                f"How many {several} can you see?",
+            )
+        )
     words = f"is {NUMBER_WORDS[1]} {singular}" if number == 1 else f"are {NUMBER_WORDS[number]} {several}"
     return Question(kind="count", prompt=prompt, answer=f"There {words}.", expect={"number": number})
 
 
 def _where(scene: Scene, rng: random.Random) -> Question | None:
-    unique = [thing for thing in scene.things if scene.counts[thing.name] == 1]
+    unique = one_of_a_kind(scene)
     if not unique:
         return None
     thing = rng.choice(unique)
-    prompt = rng.choice((f"Where is the {thing.name}?", f"Where in the picture is the {thing.name}?"))
-    answer = f"The {thing.name} is {_at(thing)}."
+    prompt = rng.choice(
+        (
+            f"Where is the {thing.name}?",
+            f"Where in the picture is the {thing.name}?",
+            f"Where do you see the {thing.name}?",
+            f"In which part of the picture is the {thing.name}?",
+        )
+    )
+    answer = f"The {thing.name} is {at(thing)}."
     return Question(kind="where", prompt=prompt, answer=answer, expect={"place": thing.place})
 
 
@@ -117,63 +143,37 @@ def _at_place(scene: Scene, rng: random.Random) -> Question | None:
     if not alone:
         return None
     thing = rng.choice(alone)
-    prompt = rng.choice((f"What is {_at(thing)}?", f"What can you see {_at(thing)}?"))
-    answer = f"There is {with_article(thing.name)} {_at(thing)}."
+    prompt = rng.choice(
+        (
+            f"What is {at(thing)}?",
+            f"What can you see {at(thing)}?",
+            f"What do you see {at(thing)}?",
+            f"Which thing is {at(thing)}?",
+        )
+    )
+    answer = f"There is {with_article(thing.name)} {at(thing)}."
     return Question(kind="at", prompt=prompt, answer=answer, expect={"things": {thing.name: 1}})
 
 
 def _sign(scene: Scene, rng: random.Random) -> Question | None:
-    text = _sign_text(scene)
+    text = sign_text(scene)
     if text is None:
         return None
     prompt = rng.choice(
-        ("What does the sign say?", "What is written on the sign?", "Read the sign.", "Which word is on the sign?")
+        (
+            "What does the sign say?",
+            "What is written on the sign?",
+            "Read the sign.",
+            "Which word is on the sign?",
+            "What is on the sign?",
+            "Can you read the sign?",
+        )
     )
     return Question(kind="sign", prompt=prompt, answer=f"The sign says {text}.", expect={"text": text})
 
 
-def _caption(scene: Scene, rng: random.Random) -> Question:
-    """A description in two or three sentences: background, things, places, sign text, in varied order and words."""
-    prompt = rng.choice(
-        (
-            "Describe the picture.",
-            "Describe the image.",
-            "Write a caption for the picture.",
-            "Tell me about the picture.",
-            "What does the picture show?",
-        )
-    )
-    placed = joined([_placed(scene, name, number, rng) for name, number in scene.counts.items()])
-    colour, verb = scene.background, _is_or_are(scene)
-    if rng.random() < 0.5:
-        parts = [
-            rng.choice(
-                (
-                    f"On a {colour} background there {verb} {placed}.",
-                    f"In front of a {colour} background we see {placed}.",
-                    f"The background is {colour}. The picture shows {placed}.",
-                )
-            )
-        ]
-    else:
-        parts = [
-            rng.choice((f"The picture shows {placed}.", f"There {verb} {placed}.", f"We see {placed}.")),
-            rng.choice((f"The background is {colour}.", f"Behind {_them(scene)} is a {colour} background.")),
-        ]
-    text = _sign_text(scene)
-    if text is not None:
-        parts.append(f"The sign says {text}.")
-    return Question(
-        kind="caption",
-        prompt=prompt,
-        answer=" ".join(parts),
-        expect={
-            "things": dict(scene.counts),
-            "places": {thing.name: thing.place for thing in scene.things if scene.counts[thing.name] == 1},
-            "background": colour,
-            "text": text,
-        },
-    )
+def _page(scene: Scene, rng: random.Random) -> Question | None:
+    return None if scene.page is None else page_questions.page(scene.page, rng)
 
 
 _ASKERS: dict[str, Callable[[Scene, random.Random], Question | None]] = {
@@ -184,54 +184,12 @@ _ASKERS: dict[str, Callable[[Scene, random.Random], Question | None]] = {
     "where": _where,
     "at": _at_place,
     "sign": _sign,
-    "caption": _caption,
+    "caption": caption,
+    "relation": relation,
+    "page": _page,
+    "follow": follow,
 }
+_OF_PAGES = frozenset({"exists", "caption", "page"})
 
 KINDS = tuple(_ASKERS)
-
-
-def _at(thing: Thing) -> str:
-    return "in the middle" if thing.place == "middle" else f"at the {thing.place}"
-
-
-def _placed(scene: Scene, name: str, number: int, rng: random.Random) -> str:
-    """The thing with its place; several of a name go without one."""
-    if number > 1:
-        return counted(name, number)
-    place = next(_at(thing) for thing in scene.things if thing.name == name)
-    return f"{with_article(name)} {place}"
-
-
-def _there_are(scene: Scene) -> str:
-    return f"There {_is_or_are(scene)} {joined([counted(name, number) for name, number in scene.counts.items()])}"
-
-
-def _is_or_are(scene: Scene) -> str:
-    """English lets the verb agree with what stands next to it."""
-    return "is" if next(iter(scene.counts.values())) == 1 else "are"
-
-
-def _them(scene: Scene) -> str:
-    return "it" if len(scene.things) == 1 else "them"
-
-
-def _sign_text(scene: Scene) -> str | None:
-    return next((thing.text for thing in scene.things if thing.kind is Kind.SIGN), None)
-
-
-def _absent_name(scene: Scene, rng: random.Random) -> str:
-    """The name of a thing that is not in the scene; half of those for a shape differ from it in one word only."""
-    shapes = [thing for thing in scene.things if thing.kind is Kind.SHAPE]
-    while True:
-        if shapes and rng.random() < 0.5:
-            near = rng.choice(shapes)
-            colour, shape = (
-                (rng.choice(COLOURS), near.shape) if rng.random() < 0.5 else (near.colour, rng.choice(SHAPES))
-            )
-            name = f"{colour} {shape}"
-        elif rng.random() < 0.35:
-            name = f"{rng.choice(COLOURS)} {rng.choice(SHAPES)}"
-        else:
-            name = rng.choice(sticker_names())
-        if name not in scene.counts:
-            return name
+"""New kinds go to the end."""

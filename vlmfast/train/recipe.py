@@ -1,6 +1,6 @@
-"""The pocket's training from nothing to a checkpoint: tokenizer, frames, dense, language, joint,
-focus, export.
+"""The pocket's training to a checkpoint: frames, dense pretraining of the tower, joint training, cooling down, export.
 
+Joint training runs at a constant rate, so that it may be ended anywhere; cooling lowers the rate to nearly nothing.
 Each stage leaves a state file in the work folder; with `resume` a finished stage is read back and a broken-off one goes
 on from its last save. Everything random is keyed by the recipe's seed.
 """
@@ -15,19 +15,20 @@ import torch
 from tokenizers import Tokenizer
 
 from vlmfast.train import shape
-from vlmfast.train.dense import pretrain
+from vlmfast.train.dense import DenseHeads, pretrain
 from vlmfast.train.evaluate import evaluate
 from vlmfast.train.export import write_pocket
 from vlmfast.train.frames import Frames, FrameSet, open_frames
 from vlmfast.train.initial import initialize_vision
-from vlmfast.train.language import Lesson, cache_features, train_language
-from vlmfast.train.optimise import Schedule
+from vlmfast.train.joint import Lesson, joint_modules, train_joint
+from vlmfast.train.optimise import Schedule, load_state
 from vlmfast.train.scenes import CROWDED, POCKET, Split
 from vlmfast.train.tally import Tally
 from vlmfast.train.tokens import PromptTokens, special_ids, train_tokenizer
 from vlmfast_models.config import ModelConfig, PreprocessConfig
 from vlmfast_models.families.idefics3 import Idefics3
 from vlmfast_models.layers import initialize
+from vlmfast_models.weights import load_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -36,20 +37,20 @@ logger = logging.getLogger(__name__)
 class Recipe:
     """How much of everything."""
 
+    size: shape.Size
     dense: Schedule
-    language: Schedule
     joint: Schedule
-    focus: Schedule
+    cool: Schedule
     emphasis: float = 5.0
-    """How many times the words that are slow to learn (shapes, sign texts, yes and no) count in the last stage."""
-    num_dense_frames: int = 24_000
-    num_joint_frames: int = 24_000
-    num_language_frames: int = 6_000
-    """The part of the joint stage's frames whose features are cached while the tower is frozen."""
-    num_held_out_frames: int = 512
+    """How many times the words that are slow to learn (shapes, sign texts, yes and no) count."""
+    num_dense_frames: int = 6_000
+    num_joint_frames: int = 16_000
+    num_held_out_frames: int = 256
     num_scored_scenes: int = 48
     """Scenes behind each accuracy in the log."""
     vocab_size: int = 2048
+    tokenizer: Path | None = None
+    """A tokenizer of another pocket to use; None makes one of `vocab_size` pieces."""
     seed: int = 0
 
     def scaled(self, factor: float) -> Recipe:
@@ -58,17 +59,27 @@ class Recipe:
         def longer(schedule: Schedule) -> Schedule:
             return replace(schedule, num_steps=max(1, round(schedule.num_steps * factor)))
 
-        stages = (longer(schedule) for schedule in (self.dense, self.language, self.joint, self.focus))
-        dense, language, joint, focus = stages
-        return replace(self, dense=dense, language=language, joint=joint, focus=focus)
+        return replace(self, dense=longer(self.dense), joint=longer(self.joint), cool=longer(self.cool))
 
 
-FIRST_POCKET = Recipe(
-    dense=Schedule(num_steps=2150, batch_size=16, learning_rate=1e-3),
-    language=Schedule(num_steps=1200, batch_size=8, learning_rate=8e-4),
-    joint=Schedule(num_steps=2162, batch_size=8, learning_rate=5e-4),
-    focus=Schedule(num_steps=1100, batch_size=8, learning_rate=4e-4, warmup_steps=40),
+LESSONS = replace(POCKET, page_share=0.3, sign_share=0.4)
+"""The scored scenes with more to read, which is learnt most slowly."""
+
+POCKET_RECIPE = Recipe(
+    size=shape.POCKET_SIZE,
+    dense=Schedule(num_steps=3000, batch_size=16, learning_rate=1e-3),
+    joint=Schedule(num_steps=24_000, batch_size=8, learning_rate=4e-4, final_share=1.0),
+    cool=Schedule(num_steps=900, batch_size=8, learning_rate=4e-4, warmup_steps=0),
 )
+
+
+DRAFT_RECIPE = Recipe(
+    size=shape.DRAFT_SIZE,
+    dense=Schedule(num_steps=3000, batch_size=16, learning_rate=1e-3),
+    joint=Schedule(num_steps=12_000, batch_size=16, learning_rate=8e-4, final_share=1.0),
+    cool=Schedule(num_steps=1500, batch_size=16, learning_rate=8e-4, warmup_steps=0),
+)
+"""The same stages for a smaller model, which drafts for the pocket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,68 +90,82 @@ class Workplace:
     device: torch.device
     num_workers: int = 2
     resume: bool = False
+    anneal: bool = False
+    """End the joint stage where it was last saved, and cool down from there."""
 
 
-def train_pocket(recipe: Recipe, place: Workplace, out: Path) -> Tally:
-    """Runs every stage, writes the checkpoint to `out`, and returns its held-out accuracy on pocket scenes."""
+def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | None = None) -> Tally:
+    """Runs the stages, writes the checkpoint to `out`, and returns its held-out accuracy on pocket scenes.
+
+    Args:
+        start: a pocket checkpoint to go on from, with its tokenizer; its tower needs no dense pretraining.
+
+    Raises:
+        WeightsError: `start` is of another shape.
+    """
     place.folder.mkdir(parents=True, exist_ok=True)
-    features_path = place.folder / "features.npy"
-    if not place.resume:
-        features_path.unlink(missing_ok=True)  # they belong to the tower of an earlier training
-    tokenizer = _tokenizer(recipe, place)
-    preprocess = PreprocessConfig.from_hf(shape.preprocessor_config())
-    model = new_pocket(tokenizer, recipe.seed).to(place.device)
-    tokens = PromptTokens(tokenizer=tokenizer, num_visual=model.config.tokens_per_tile)
+    given = recipe.tokenizer if start is None else start / "tokenizer.json"
+    tokenizer = _tokenizer(recipe, place) if given is None else Tokenizer.from_file(str(given))
+    preprocessing = PreprocessConfig.from_hf(shape.preprocessor_config(shape.POCKET_SIZE))
+    model = new_pocket(tokenizer, recipe.seed, recipe.size).to(place.device)
+    if start is not None:
+        load_checkpoint(model, start)
+    tokens = PromptTokens(tokenizer=tokenizer)
+    heads = DenseHeads(model.config.vision.hidden_size).to(place.device)
 
     def frames(name: str, members: FrameSet) -> Frames:
         folder = place.folder / "frames" / name
-        return open_frames(folder, members, preprocess, shape.PATCH_SIZE, workers=place.num_workers)
+        return open_frames(folder, members, preprocessing, shape.PATCH_SIZE, workers=place.num_workers)
 
     def held_out(style_name: str) -> Frames:
         style, step, seed = (CROWDED, 2, 1) if style_name == "crowded" else (POCKET, 1, 2)
         members = FrameSet(split=Split.HELD_OUT, seed=seed, count=recipe.num_held_out_frames, style=style, step=step)
         return frames(f"held-out-{style_name}", members)
 
-    crowded = FrameSet(split=Split.TRAIN, seed=1, count=recipe.num_dense_frames, style=CROWDED, step=2)
-    pretrain(
-        model.vision,
-        frames("crowded", crowded),
-        held_out("crowded"),
-        recipe.dense,
-        place.folder,
-        seed=recipe.seed,
-        resume=place.resume,
-        device=place.device,
-    )
-    joint_frames = frames("pocket", FrameSet(split=Split.TRAIN, seed=2, count=recipe.num_joint_frames, style=POCKET))
+    if start is None:
+        crowded = FrameSet(split=Split.TRAIN, seed=1, count=recipe.num_dense_frames, style=CROWDED, step=2)
+        pretrain(
+            model.vision,
+            heads,
+            frames("crowded", crowded).single(),
+            held_out("crowded").single(),
+            recipe.dense,
+            place.folder,
+            seed=recipe.seed,
+            resume=place.resume,
+            device=place.device,
+        )
     scored = held_out("pocket")
+    lesson_frames = frames("pocket", FrameSet(split=Split.TRAIN, seed=2, count=recipe.num_joint_frames, style=LESSONS))
+    global_only = recipe.size.longest_edge == shape.TILE_SIDE
+    lesson = Lesson.prepare(lesson_frames, tokens, model, recipe.emphasis, global_share=1.0 if global_only else 0.3)
 
     def score(count: int = recipe.num_scored_scenes) -> Tally:
-        return evaluate(model, tokens, scored, place.device, count=count)
+        return evaluate(model, tokens, scored, place.device, count=count, global_only=global_only)
 
-    stages = {"language": recipe.language, "joint": recipe.joint, "focus": recipe.focus}
-    for number, (name, schedule) in enumerate(stages.items()):
-        frozen = name == "language"
-        lesson_frames = joint_frames.first(recipe.num_language_frames) if frozen else joint_frames
-        features = cache_features(model, lesson_frames, features_path, place.device) if frozen else None
-        emphasis = recipe.emphasis if name == "focus" else 1.0
-        train_language(
+    for number, (name, schedule) in enumerate({"joint": recipe.joint, "cool": recipe.cool}.items()):
+        state = place.folder / f"{name}.pt"
+        if name == "joint" and place.anneal:
+            load_state(state, joint_modules(model, heads))
+            continue
+        train_joint(
             model,
-            Lesson.prepare(lesson_frames, tokens, model, features, emphasis),
+            heads,
+            lesson,
             schedule,
-            place.folder / f"{name}.pt",
+            state,
             seed=recipe.seed + number,
             resume=place.resume,
             device=place.device,
             score=score,
         )
-        write_pocket(model, tokenizer, out)
-    return score(len(scored.pixels) // 2)
+    write_pocket(model, tokenizer, recipe.size, out)
+    return score(len(scored.pixels))
 
 
-def new_pocket(tokenizer: Tokenizer, seed: int) -> Idefics3:
+def new_pocket(tokenizer: Tokenizer, seed: int, size: shape.Size = shape.POCKET_SIZE) -> Idefics3:
     """An untrained pocket, float32."""
-    config = ModelConfig.from_hf(shape.model_config(tokenizer.get_vocab_size(), special_ids(tokenizer)))
+    config = ModelConfig.from_hf(shape.model_config(size, tokenizer.get_vocab_size(), special_ids(tokenizer)))
     model = Idefics3(config)
     initialize(model, seed=seed)
     initialize_vision(model.vision, seed=seed)

@@ -1,4 +1,4 @@
-"""Draws a scene: the picture, and for every pixel which thing (and which character of a sign) is seen there.
+"""Draws a scene: the picture, and for every pixel which thing and which character is seen there.
 
 The picture is a pure function of the scene. The two maps are what dense pretraining learns from.
 """
@@ -14,12 +14,14 @@ from importlib.resources import files
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
+from vlmfast.train.lettering import page_text, sign_text
+from vlmfast.train.pages import Page
 from vlmfast.train.scenes import Kind, Scene, Thing, stream
-from vlmfast.train.vocabulary import SIGN_CHARACTERS, sticker_index
+from vlmfast.train.vocabulary import PHOTOGRAPH, sticker_index
 
-_SUPERSAMPLE = 3
+_SUPERSAMPLE = 2
 _STICKER_SHARE = 0.92
 """Part of its box that a sticker fills, so that turning cuts nothing off."""
 _VISIBLE = 96
@@ -43,7 +45,7 @@ _HSV: dict[str, tuple[float, tuple[float, float], tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendering:
-    """A drawn scene. Maps are [height, width]: 0 is nothing, i + 1 is `things[i]` or `SIGN_CHARACTERS[i]`."""
+    """A drawn scene. Maps are [height, width]: 0 is nothing, i + 1 is `things[i]` or `CHARACTERS[i]`."""
 
     picture: Image.Image
     owners: npt.NDArray[np.uint8]
@@ -62,9 +64,14 @@ def render(scene: Scene) -> Rendering:
     """The scene drawn in reading order, later things in front."""
     # The twins share layout and texture but not the exact shades and noise.
     rng = stream("render", scene.split.value, scene.seed, scene.index)
-    picture = _background(rng, scene)
-    owners = Image.new("L", picture.size, 0)
-    characters = Image.new("L", picture.size, 0)
+    owners = Image.new("L", (scene.width, scene.height), 0)
+    characters = Image.new("L", owners.size, 0)
+    if scene.page is not None:
+        picture, characters = _page(rng, scene.page, owners.size)
+    elif scene.background == PHOTOGRAPH:
+        picture = _photograph(rng, scene.texture, owners.size)
+    else:
+        picture = _background(rng, scene)
     for number, thing in enumerate(scene.things, start=1):
         left, top, right, bottom = thing.box
         size = (round((right - left) * scene.width), round((bottom - top) * scene.height))
@@ -99,7 +106,7 @@ def _sticker(name: str) -> Image.Image:
 
 def _sprite(rng: random.Random, thing: Thing, size: tuple[int, int]) -> _Sprite:
     if thing.kind is Kind.SIGN:
-        return _sign(rng, thing.text or "", size)
+        return _sign(rng, thing.text or "", thing.turn, size)
     if thing.kind is Kind.SHAPE:
         image = _shape(thing.shape or "", shade(rng, thing.colour or ""), size)
     else:
@@ -129,7 +136,7 @@ def _outline(shape: str) -> tuple[tuple[float, float], ...]:
     if shape == "square":
         return ((0.1, 0.1), (0.9, 0.1), (0.9, 0.9), (0.1, 0.9))
     if shape == "triangle":
-        return ((0.5, 0.05), (0.97, 0.92), (0.03, 0.92))
+        return ((0.5, 0.11), (0.9, 0.86), (0.1, 0.86))
     if shape == "diamond":
         return ((0.5, 0.02), (0.86, 0.5), (0.5, 0.98), (0.14, 0.5))
     if shape == "star":
@@ -151,38 +158,64 @@ def _outline(shape: str) -> tuple[tuple[float, float], ...]:
     return tuple((0.5 + 0.46 * math.cos(t), 0.5 + 0.46 * math.sin(t)) for t in steps)
 
 
-@cache
-def _font(pixels: int) -> ImageFont.FreeTypeFont:
-    font = ImageFont.load_default(pixels)  # Aileron, inside Pillow: no font file to find on the machine
-    if not isinstance(font, ImageFont.FreeTypeFont):
-        raise RuntimeError("Pillow was built without FreeType, so signs can not be drawn; install a wheel of Pillow")
-    return font
-
-
-def _sign(rng: random.Random, text: str, size: tuple[int, int]) -> _Sprite:
-    """A board with a border and the text on it, and where each character lies."""
-    width, height = size
+def _sign(rng: random.Random, text: str, turn: float, size: tuple[int, int]) -> _Sprite:
+    """A board with its text, flat enough to fit its box when turned; and where each character lies."""
+    width = size[0]
+    height = max(8, size[1] - round(width * math.sin(math.radians(abs(turn)))))
+    top = (size[1] - height) // 2
     light = rng.random() < 0.6
     board = shade(rng, rng.choice(("white", "yellow"))) if light else shade(rng, rng.choice(("blue", "green", "red")))
     ink = shade(rng, "black") if light else shade(rng, "white")
     image = Image.new("RGBA", size, (0, 0, 0, 0))
-    draw = ImageDraw.Draw(image)
-    draw.rounded_rectangle((3, 5, width - 4, height - 6), radius=6, fill=board, outline=ink, width=2)
-    pixels = round(height * 0.74)
-    while _font(pixels).getlength(text) > width - 18:
-        pixels -= 1
-    font = _font(pixels)
-    left, middle = (width - font.getlength(text)) / 2, height / 2
-    draw.text((left, middle), text, font=font, fill=ink, anchor="lm", stroke_width=1, stroke_fill=ink)
-    characters = Image.new("L", size, 0)
-    marker = ImageDraw.Draw(characters)
-    for position, character in enumerate(text):
-        start, end = (left + font.getlength(text[:stop]) for stop in (position, position + 1))
-        # NOTE: the next character starts at `end`; boxes are inclusive, so this one ends a pixel before.
-        marker.rectangle(
-            (start, middle - pixels * 0.42, end - 1, middle + pixels * 0.42), fill=1 + SIGN_CHARACTERS.index(character)
+    edge = max(1, round(height * 0.03))
+    inside = (2 * edge, top + edge, width - 1 - 2 * edge, top + height - 1 - edge)
+    ImageDraw.Draw(image).rounded_rectangle(inside, radius=height * 0.1, fill=board, outline=ink, width=edge)
+    lettering = sign_text(rng, text, size, height)
+    image.paste(ink, (0, 0, *size), lettering.ink)
+    return _Sprite(image=image, characters=lettering.characters)
+
+
+def _page(rng: random.Random, page: Page, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:
+    """Light paper, evenly lit or not, with the page's text in a dark ink; and its map of characters."""
+    hue, tint, lightness = rng.random(), rng.uniform(0.0, 0.12), rng.uniform(0.82, 1.0)
+    paper = tuple(round(255 * part) for part in colorsys.hsv_to_rgb(hue, tint, lightness))
+    ink = colorsys.hsv_to_rgb(rng.random(), rng.uniform(0.0, 0.8), rng.uniform(0.05, 0.4))
+    picture = Image.new("RGB", size, paper)
+    if rng.random() < 0.5:
+        shadow = Image.linear_gradient("L").rotate(rng.choice((0, 90, 180, 270))).resize(size)
+        depth = rng.uniform(0.05, 0.25)
+        picture.paste((90, 90, 90), (0, 0, *size), shadow.point([round(depth * level) for level in range(256)]))
+    lettering = page_text(rng, page, size)
+    picture.paste(tuple(round(255 * part) for part in ink), (0, 0, *size), lettering.ink)
+    return picture, lettering.characters
+
+
+@cache
+def _photo(name: str) -> Image.Image:
+    with (files("vlmfast.train") / "photos" / f"{name}.jpg").open("rb") as file:
+        photo = Image.open(file)
+        photo.load()
+        return photo
+
+
+def _photograph(rng: random.Random, name: str, size: tuple[int, int]) -> Image.Image:
+    """A random part of the photograph, mirrored or not, often blurred; a grey one takes on a tint."""
+    photo = _photo(name)
+    width, height = size
+    scale = rng.uniform(0.55, 1.0) * min(photo.width / width, photo.height / height)
+    across, down = width * scale, height * scale
+    left, top = rng.uniform(0, photo.width - across), rng.uniform(0, photo.height - down)
+    part = photo.resize(size, Image.Resampling.BILINEAR, box=(left, top, left + across, top + down))
+    if rng.random() < 0.5:
+        part = ImageOps.mirror(part)
+    if rng.random() < 0.5:
+        part = part.filter(ImageFilter.BoxBlur(rng.uniform(1, 8)))
+    if part.mode == "L":
+        light = tuple(
+            round(255 * c) for c in colorsys.hsv_to_rgb(rng.random(), rng.uniform(0, 0.5), rng.uniform(0.8, 1))
         )
-    return _Sprite(image=image, characters=characters)
+        part = ImageOps.colorize(part, (0, 0, 0), light)
+    return part
 
 
 def _background(rng: random.Random, scene: Scene) -> Image.Image:
@@ -194,24 +227,32 @@ def _background(rng: random.Random, scene: Scene) -> Image.Image:
         ramp = Image.linear_gradient("L").rotate(rng.choice((0, 90, 180, 270))).resize((width, height))
         picture.paste(second, (0, 0, width, height), ramp)
     elif scene.texture != "plain":
-        picture.paste(second, (0, 0, width, height), _pattern(scene.texture, rng.randint(12, 30), width, height))
+        picture.paste(second, (0, 0, width, height), _pattern(scene.texture, rng.randint(20, 60), width, height))
     return picture
 
 
 def _pattern(texture: str, step: int, width: int, height: int) -> Image.Image:
     """A repeated pattern as a mask."""
-    y, x = np.mgrid[0:height, 0:width]
+    y, x = np.ogrid[0:height, 0:width]
     if texture == "stripes":
         inside = (x + y) // step % 2 == 0
     elif texture == "checks":
         inside = (x // step + y // step) % 2 == 0
     else:
         inside = (x % step - step / 2) ** 2 + (y % step - step / 2) ** 2 < (step * 0.3) ** 2
-    return Image.fromarray((inside * 255).astype(np.uint8))
+    return Image.fromarray(inside.astype(np.uint8) * np.uint8(255))
+
+
+@cache
+def _noise_pool() -> npt.NDArray[np.float32]:
+    """Normal noise that every picture takes a stretch of: drawing it anew would cost as much as all the rest."""
+    return np.random.default_rng(0).standard_normal(1 << 21, dtype=np.float32)
 
 
 def _add_noise(picture: Image.Image, sigma: float, rng: random.Random) -> Image.Image:
-    generator = np.random.default_rng(rng.getrandbits(64))
-    pixels = np.asarray(picture, dtype=np.float32)
-    noise = generator.standard_normal(pixels.shape, dtype=np.float32) * sigma
-    return Image.fromarray(np.clip(pixels + noise + 0.5, 0, 255).astype(np.uint8))
+    pixels = np.asarray(picture)
+    start = rng.randrange(len(_noise_pool()) - pixels.size)
+    noise = _noise_pool()[start : start + pixels.size].reshape(pixels.shape) * np.float32(sigma)
+    noise += pixels
+    noise += np.float32(0.5)
+    return Image.fromarray(np.clip(noise, 0, 255, out=noise).astype(np.uint8))

@@ -6,15 +6,52 @@ These dictionaries are the single place where the shape is stated; training and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 TILE_SIDE = 256
 PATCH_SIZE = 16
-MAX_PICTURE_SIDE = 256
-"""Longest edge before tiling; equal to the tile's side, so every picture is one global frame."""
 
 
-def model_config(vocab_size: int, token_ids: dict[str, int]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What differs between the pockets; heads are 64 wide."""
+
+    vision_width: int
+    vision_layers: int
+    text_width: int
+    text_layers: int
+    num_heads: int
+    num_kv_heads: int
+    feed_forward: int
+    longest_edge: int
+    """Pixels before tiling. Two tiles' sides: two by two tiles (fewer if long and narrow) and one global frame."""
+
+
+POCKET_SIZE = Size(
+    vision_width=192,
+    vision_layers=8,
+    text_width=256,
+    text_layers=10,
+    num_heads=4,
+    num_kv_heads=2,
+    feed_forward=640,
+    longest_edge=2 * TILE_SIDE,
+)
+DRAFT_SIZE = Size(
+    vision_width=128,
+    vision_layers=4,
+    text_width=128,
+    text_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    feed_forward=384,
+    longest_edge=TILE_SIDE,
+)
+"""A draft model for the pocket: it sees the global frame only."""
+
+
+def model_config(size: Size, vocab_size: int, token_ids: dict[str, int]) -> dict[str, Any]:
     """`config.json`; `token_ids` are the ids of `image`, `bos`, `eos` and `pad`."""
     return {
         "architectures": ["Idefics3ForConditionalGeneration"],
@@ -29,10 +66,10 @@ def model_config(vocab_size: int, token_ids: dict[str, int]) -> dict[str, Any]:
         "dtype": "bfloat16",
         "vision_config": {
             "model_type": "idefics3_vision",
-            "hidden_size": 192,
-            "intermediate_size": 768,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 3,
+            "hidden_size": size.vision_width,
+            "intermediate_size": 4 * size.vision_width,
+            "num_hidden_layers": size.vision_layers,
+            "num_attention_heads": size.vision_width // 64,
             "num_channels": 3,
             "image_size": TILE_SIDE,
             "patch_size": PATCH_SIZE,
@@ -42,11 +79,11 @@ def model_config(vocab_size: int, token_ids: dict[str, int]) -> dict[str, Any]:
         },
         "text_config": {
             "model_type": "llama",
-            "hidden_size": 256,
-            "intermediate_size": 640,
-            "num_hidden_layers": 10,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
+            "hidden_size": size.text_width,
+            "intermediate_size": size.feed_forward,
+            "num_hidden_layers": size.text_layers,
+            "num_attention_heads": size.num_heads,
+            "num_key_value_heads": size.num_kv_heads,
             "head_dim": 64,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
@@ -73,14 +110,14 @@ def generation_config(token_ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def preprocessor_config() -> dict[str, Any]:
+def preprocessor_config(size: Size) -> dict[str, Any]:
     """`preprocessor_config.json`."""
     return {
         "image_processor_type": "Idefics3ImageProcessor",
         "processor_class": "Idefics3Processor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"longest_edge": MAX_PICTURE_SIDE},
+        "size": {"longest_edge": size.longest_edge},
         "do_image_splitting": True,
         "max_image_size": {"longest_edge": TILE_SIDE},
         "resample": 1,

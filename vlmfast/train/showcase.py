@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from vlmfast.train.answers import is_right
+from vlmfast.train.asking import Asker
 from vlmfast.train.render import render
 from vlmfast.train.scenes import Scene, sample_scene
 from vlmfast.train.truth import record
@@ -35,8 +33,8 @@ def showcase_scenes() -> dict[str, Scene]:
     return {f"{README_THING}.png": alone, **scenes}
 
 
-def write_showcase(folder: Path, ask: Callable[[Image.Image, str], str]) -> None:
-    """Writes the pictures and `truth.json`; `ask` is the pocket."""
+def write_showcase(folder: Path, pocket: Asker) -> None:
+    """Writes the pictures and `truth.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for file, scene in showcase_scenes().items():
@@ -45,7 +43,7 @@ def write_showcase(folder: Path, ask: Callable[[Image.Image, str], str]) -> None
         row = record(scene, file)
         for question in row["questions"]:
             question["question"] = question.pop("prompt")
-            question["pocket"] = ask(picture, question["question"])
+            question["pocket"] = pocket.continue_chat(picture, question["before"], question["question"])
             question["pocket_right"] = is_right(question["kind"], question["expect"], question["pocket"])
         rows.append(row)
     (folder / "truth.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -54,8 +52,7 @@ def write_showcase(folder: Path, ask: Callable[[Image.Image, str], str]) -> None
 def main(folder: str, model: str | None = None) -> None:
     from vlmfast.vlm import VLM
 
-    vlm = VLM.from_pretrained(model)
-    write_showcase(Path(folder), lambda picture, prompt: vlm.describe(picture, prompt).text)
+    write_showcase(Path(folder), Asker(VLM.from_pretrained(model)))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from vlmfast.train.questions import ask_all
+from vlmfast.train.questions import Question, ask_all
 from vlmfast.train.scenes import Split, sample_scene, stream
 from vlmfast.train.vocabulary import SIGN_CHARACTERS, SIGN_WORDS
+from vlmfast_models.families.idefics3 import Idefics3
+from vlmfast_models.geometry import TilePlan
 
 START = "<|im_start|>"
 END_OF_TEXT = "<|endoftext|>"
@@ -55,10 +57,9 @@ _CORPUS_SEED = 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokens:
-    """Encodes the parts of a conversation about one picture of one frame."""
+    """Encodes the parts of a conversation about one picture."""
 
     tokenizer: Tokenizer
-    num_visual: int
 
     def token_id(self, token: str) -> int:
         found = self.tokenizer.token_to_id(token)
@@ -66,9 +67,9 @@ class PromptTokens:
             raise ValueError(f"the tokenizer has no token {token!r}; was it made by vlmfast.train.tokens?")
         return int(found)
 
-    def opening(self) -> list[int]:
-        """Ids up to and with the picture: the part that all questions about it share."""
-        return self.encode(f"{START}User:{FRAME}{GLOBAL}{IMAGE * self.num_visual}{FRAME}")
+    def opening(self, plan: TilePlan) -> list[int]:
+        """Ids up to and with a picture of this plan: the part that all questions about it share."""
+        return self.encode(f"{START}User:{Idefics3.placeholder(plan)}")
 
     def question(self, prompt: str, *, first: bool = True) -> list[int]:
         """Ids from behind the picture (or behind an earlier turn) to where the answer begins."""
@@ -77,6 +78,13 @@ class PromptTokens:
     def answer(self, text: str) -> list[int]:
         """Ids of the answer with the end of its turn."""
         return self.encode(f" {text}{END_OF_TURN}")
+
+    def turns(self, question: Question) -> list[int]:
+        """Ids from behind the picture to where the question's answer begins: earlier turns with theirs, then it."""
+        ids: list[int] = []
+        for asked, told in question.turns[:-1]:
+            ids += self.question(asked, first=not ids) + self.answer(told)
+        return ids + self.question(question.prompt, first=not ids)
 
     def decode(self, ids: list[int]) -> str:
         """The text of generated ids, without special tokens and the space after "Assistant:"."""
@@ -132,7 +140,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> N
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Ids for `shape.model_config`."""
-    prompt = PromptTokens(tokenizer=tokenizer, num_visual=0)
+    prompt = PromptTokens(tokenizer=tokenizer)
     tokens = {"image": IMAGE, "bos": START, "eos": END_OF_TURN, "pad": END_OF_TEXT}
     return {role: prompt.token_id(token) for role, token in tokens.items()}
 

@@ -20,9 +20,30 @@ SIGN_WORDS = (
     "STOP", "OPEN", "SALE", "EXIT", "TAXI", "HOTEL", "CAFE", "BANK", "PARK", "ZOO", "SLOW", "HELP",
     "FREE", "HELLO", "MENU", "SHOP", "BUS", "GO", "YES", "NO", "LOVE", "MUSIC", "BEACH", "FARM",
     "GYM", "POOL", "MILK", "BREAD", "FIRE", "WAIT", "PUSH", "PULL", "KEEP", "NEW", "OLD", "FISH",
+    "BAKERY", "BOOKS", "BRIDGE", "CASTLE", "CINEMA", "CLOSED", "COFFEE", "DANGER", "DOCTOR", "EAST", "ENTRY", "FERRY",
+    "FLOWERS", "GARAGE", "GARDEN", "HARBOUR", "ICE", "JUICE", "KIOSK", "LAKE", "LIBRARY", "MARKET", "MUSEUM", "NORTH",
+    "OFFICE", "PIANO", "POLICE", "POST", "QUIET", "RIVER", "SCHOOL", "SOUP", "SOUTH", "STATION", "TEA", "TICKETS",
+    "TOYS", "UP", "WATER", "WELCOME", "WEST", "WINDOW",
 )  # fmt: skip
+"""New words go to the end: the order numbers the classes of dense pretraining."""
 
 SIGN_CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+
+CHARACTERS = f"{SIGN_CHARACTERS}abcdefghijklmnopqrstuvwxyz.,!?"
+"""Every character of signs and pages; `Rendering.characters` holds 1 + the index into it."""
+
+CODE_LETTERS = "ABCDEFGHJKLMNPQRSTUVWXYZ"
+"""Letters of codes on signs: O and I would be taken for digits."""
+
+PHOTOGRAPH = "photograph"
+"""The background of a scene in front of a photograph."""
+
+PHOTOGRAPHS = ("brick", "grass", "gravel", "galaxies", "wood", "tissue", "retina", "portrait")
+
+PAGE = "page"
+"""The background of a printed page."""
+
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 ROWS = ("top", "middle", "bottom")
 COLUMNS = ("left", "middle", "right")

@@ -1,0 +1,35 @@
+"""A loaded model as something to score: greedy answers, as any user gets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from vlmfast.prompt import Message
+
+if TYPE_CHECKING:
+    from vlmfast.vlm import VLM
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """The two ways in which questions are asked."""
+
+    vlm: VLM
+
+    def ask(self, picture: Image.Image, prompt: str) -> str:
+        return self.vlm.describe(picture, prompt).text
+
+    def continue_chat(self, picture: Image.Image, before: tuple[tuple[str, str], ...], prompt: str) -> str:
+        """The answer to `prompt` after these turns (prompt, answer), the first of which came with the picture."""
+        images = self.vlm.load_images(picture)
+        messages: list[Message] = []
+        for asked, told in before:
+            messages.append(Message(role="user", text=asked, images=() if messages else images))
+            messages.append(Message(role="assistant", text=told))
+        messages.append(Message(role="user", text=prompt, images=() if messages else images))
+        answers = [chunk.answer for chunk in self.vlm.answer_messages(messages)]
+        assert answers[-1] is not None
+        return answers[-1].text
