@@ -19,13 +19,14 @@ from vlmfast.train.attention import CachedAttention, PackedAttention, spelled_ou
 from vlmfast.train.dense import normalised
 from vlmfast.train.evaluate import answer
 from vlmfast.train.export import write_pocket
-from vlmfast.train.frames import GRID, IGNORED, LABELS, FrameSet, num_classes, open_frames, patch_labels, picture_frames
+from vlmfast.train.frames import GRID, IGNORED, LABELS, num_classes, open_frames, patch_labels, picture_frames
 from vlmfast.train.packing import IGNORED_TARGET, collate, pack
 from vlmfast.train.questions import ask_all
 from vlmfast.train.recipe import new_pocket
 from vlmfast.train.render import render
 from vlmfast.train.scenes import CROWDED, PAGES, Kind, Split, sample_scene, stream
 from vlmfast.train.showcase import showcase_scenes
+from vlmfast.train.sources import SceneSource
 from vlmfast.train.tokens import IMAGE, PromptTokens, train_tokenizer, write_tokenizer
 from vlmfast.train.truth import scene_questions
 from vlmfast_models.config import PreprocessConfig
@@ -103,7 +104,7 @@ def test_patch_labels_name_what_the_scene_holds() -> None:
 
 
 def test_frame_folders_are_reused_only_for_the_same_scenes(tmp_path: Path) -> None:
-    members = FrameSet(split=Split.TRAIN, seed=9, count=3, style=CROWDED, step=2)
+    members = SceneSource(split=Split.TRAIN, seed=9, count=3, style=CROWDED, step=2)
     first = open_frames(tmp_path, members, PREPROCESS, shape.PATCH_SIZE, workers=1)
     stamp = (tmp_path / "pixels.npy").stat().st_mtime_ns
     again = open_frames(tmp_path, members, PREPROCESS, shape.PATCH_SIZE, workers=1)
@@ -113,7 +114,7 @@ def test_frame_folders_are_reused_only_for_the_same_scenes(tmp_path: Path) -> No
     assert np.array_equal(first.pixels[2], picture_frames(picture, PREPROCESS))
     assert np.array_equal(first.single().pixels[12, 0], first.pixels[2, 2]) and first.single().plan.num_tiles == 1
     kept = np.array(first.pixels)  # the file below the old array is written anew
-    other = FrameSet(split=Split.HELD_OUT, seed=9, count=3, style=CROWDED, step=2)
+    other = SceneSource(split=Split.HELD_OUT, seed=9, count=3, style=CROWDED, step=2)
     assert not np.array_equal(kept, open_frames(tmp_path, other, PREPROCESS, shape.PATCH_SIZE, workers=1).pixels)
 
 

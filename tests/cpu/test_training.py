@@ -24,6 +24,7 @@ def tiny(recipe: Recipe, num_joint_steps: int = 1) -> Recipe:
         cool=STEP,
         num_dense_frames=2,
         num_joint_frames=4,
+        easy_share=0.0,  # its package is an extra
         num_held_out_frames=2,
         num_scored_scenes=1,
     )

@@ -25,7 +25,7 @@ from vlmfast_models.vit import VisionTransformer
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = {"thing": 1.0, "colour": 0.3, "character": 0.3, "word": 0.5}
+_WEIGHTS = {"thing": 1.0, "colour": 0.3, "character": 1.0, "word": 0.5}
 _LOG_EVERY = 50
 
 
@@ -126,7 +126,7 @@ def dense_loss(logits: Mapping[str, Tensor], labels: Mapping[str, Tensor]) -> Te
         if (targets != IGNORED).any():
             scores = logits[name].flatten(0, 1).float()
             losses.append(weight * nnf.cross_entropy(scores, targets, ignore_index=IGNORED))
-    return torch.stack(losses).sum()
+    return torch.stack(losses).sum() if losses else next(iter(logits.values())).new_zeros(())
 
 
 def _autocast(device: torch.device) -> torch.autocast:

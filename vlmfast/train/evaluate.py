@@ -15,8 +15,7 @@ from vlmfast.train.attention import CachedAttention, fast_on_cpu
 from vlmfast.train.dense import normalised
 from vlmfast.train.frames import Frames
 from vlmfast.train.joint import merged
-from vlmfast.train.questions import Question, ask_all
-from vlmfast.train.scenes import stream
+from vlmfast.train.questions import Question
 from vlmfast.train.tally import Tally
 from vlmfast.train.tokens import END_OF_TURN, PromptTokens
 from vlmfast_models.families.idefics3 import Idefics3
@@ -26,11 +25,7 @@ _MAX_ANSWER_TOKENS = 80
 
 def held_out_questions(frames: Frames, count: int) -> list[tuple[int, Question]]:
     """(frame number, question): every kind the scene allows, the same ones on every call."""
-    return [
-        (number, question)
-        for number in range(count)
-        for question in ask_all(frames.members.scene(number), stream("held-out questions", number))
-    ]
+    return [(number, question) for number in range(count) for question in frames.source.scored_questions(number)]
 
 
 @torch.no_grad()

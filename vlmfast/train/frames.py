@@ -2,15 +2,13 @@
 patch.
 
 A folder holds memory-mapped arrays, so that training never waits for drawing and never holds all frames in memory.
-Frame i is scene `first + i * step` of its key; the scene itself is cheap and is sampled again where it is needed.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +17,9 @@ from PIL import Image
 
 from vlmfast.image.load import load_image
 from vlmfast.image.preprocess import preprocess
-from vlmfast.train.render import Rendering, render
-from vlmfast.train.scenes import Kind, Scene, Split, Style, Thing, sample_scene
+from vlmfast.train.render import Rendering
+from vlmfast.train.scenes import Kind, Scene, Thing
+from vlmfast.train.sources import Source
 from vlmfast.train.vocabulary import CHARACTERS, COLOURS, SHAPES, SIGN_WORDS, sticker_names
 from vlmfast_models.config import PreprocessConfig
 from vlmfast_models.geometry import TilePlan, idefics3_plan
@@ -48,32 +47,13 @@ def num_classes() -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrameSet:
-    """Which scenes a folder of frames holds."""
-
-    split: Split
-    seed: int
-    count: int
-    style: Style
-    step: int = 1
-    """2 takes one of each pair of twins."""
-
-    def scene(self, position: int) -> Scene:
-        return sample_scene(self.seed, position * self.step, split=self.split, style=self.style)
-
-    def describe(self) -> str:
-        """A text that differs whenever the frames would."""
-        return json.dumps({**asdict(self), "split": self.split.value}, sort_keys=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
     """An open folder: pixels [N, F, side, side, 3] and one [N, F, rows, columns] array of uint8 for each label.
 
     The F frames of a picture are the tiles of `plan` row by row and the global one; all pictures have the same grid.
     """
 
-    members: FrameSet
+    source: Source
     plan: TilePlan
     pixels: npt.NDArray[np.uint8]
     labels: dict[str, npt.NDArray[np.uint8]]
@@ -81,7 +61,7 @@ class Frames:
     def first(self, count: int) -> Frames:
         """The first frames only; nothing is copied."""
         return Frames(
-            members=self.members,
+            source=self.source,
             plan=self.plan,
             pixels=self.pixels[:count],
             labels={name: values[:count] for name, values in self.labels.items()},
@@ -90,7 +70,7 @@ class Frames:
     def single(self) -> Frames:
         """Every frame as a picture of its own, [N * F, 1, ...]: for what looks at tiles alone. Nothing is copied."""
         return Frames(
-            members=self.members,
+            source=self.source,
             plan=self.global_plan,
             pixels=self.pixels.reshape(-1, 1, *self.pixels.shape[2:]),
             labels={name: values.reshape(-1, 1, *values.shape[2:]) for name, values in self.labels.items()},
@@ -103,17 +83,17 @@ class Frames:
 
 
 def open_frames(
-    folder: Path, members: FrameSet, preprocessing: PreprocessConfig, patch_size: int, *, workers: int = 2
+    folder: Path, source: Source, preprocessing: PreprocessConfig, patch_size: int, *, workers: int = 2
 ) -> Frames:
-    """The frames of `members`, drawn into `folder` unless they already lie there."""
+    """The frames of `source`, drawn into `folder` unless they already lie there."""
     stamp = folder / "frames.json"
-    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != members.describe():
+    if not stamp.is_file() or stamp.read_text(encoding="utf-8") != source.describe():
         folder.mkdir(parents=True, exist_ok=True)
         stamp.unlink(missing_ok=True)
-        _draw_all(folder, members, preprocessing, patch_size, workers)
-        stamp.write_text(members.describe(), encoding="utf-8")
+        _draw_all(folder, source, preprocessing, patch_size, workers)
+        stamp.write_text(source.describe(), encoding="utf-8")
     return Frames(
-        members=members,
+        source=source,
         plan=_grid_plan(preprocessing, patch_size),
         pixels=np.load(folder / "pixels.npy", mmap_mode="r"),
         labels={name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in LABELS},
@@ -220,14 +200,14 @@ def _majority(patches: npt.NDArray[np.uint8], num_values: int) -> tuple[npt.NDAr
     return np.array(present, dtype=np.intp)[shares.argmax(axis=0)], shares.max(axis=0)
 
 
-def _draw_all(folder: Path, members: FrameSet, preprocessing: PreprocessConfig, patch_size: int, workers: int) -> None:
+def _draw_all(folder: Path, source: Source, preprocessing: PreprocessConfig, patch_size: int, workers: int) -> None:
     side = preprocessing.tile_size
     cells = side // patch_size
-    frames = (members.count, GRID[0] * GRID[1] + 1)
+    frames = (source.count, GRID[0] * GRID[1] + 1)
     shapes = {"pixels": (*frames, side, side, 3)} | dict.fromkeys(LABELS, (*frames, cells, cells))
     for name, shape in shapes.items():
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.uint8, shape=shape)
-    jobs = [(folder, members, preprocessing, patch_size, part) for part in _parts(members.count, 64)]
+    jobs = [(folder, source, preprocessing, patch_size, part) for part in _parts(source.count, 64)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for _ in pool.imap_unordered(_draw_part, jobs):
             pass
@@ -238,12 +218,15 @@ def _parts(count: int, part: int) -> Iterator[range]:
         yield range(start, min(start + part, count))
 
 
-def _draw_part(job: tuple[Path, FrameSet, PreprocessConfig, int, range]) -> None:
-    folder, members, preprocessing, patch_size, positions = job
+def _draw_part(job: tuple[Path, Source, PreprocessConfig, int, range]) -> None:
+    folder, source, preprocessing, patch_size, positions = job
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("pixels", *LABELS)}
     for position in positions:
-        scene = members.scene(position)
-        rendering = render(scene)
-        arrays["pixels"][position] = picture_frames(rendering.picture, preprocessing)
-        for name, values in patch_labels(scene, rendering, preprocessing.tile_size, patch_size).items():
-            arrays[name][position] = values
+        drawn = source.draw(position)
+        picture = drawn if isinstance(drawn, Image.Image) else drawn[1].picture
+        arrays["pixels"][position] = picture_frames(picture, preprocessing)
+        for name in LABELS:
+            arrays[name][position] = IGNORED
+        if not isinstance(drawn, Image.Image):
+            for name, values in patch_labels(*drawn, preprocessing.tile_size, patch_size).items():
+                arrays[name][position] = values

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from vlmfast.train.attention import PackedAttention, fast_on_cpu
 from vlmfast.train.dense import DenseHeads, dense_loss, normalised, picked
 from vlmfast.train.frames import LABELS, Frames
 from vlmfast.train.optimise import Optimiser, Schedule, load_state, save_state
-from vlmfast.train.packing import IGNORED_TARGET, Batch, collate, pack, questions_for_row
+from vlmfast.train.packing import IGNORED_TARGET, Batch, collate, pack
 from vlmfast.train.scenes import stream
 from vlmfast.train.tokens import PromptTokens
 from vlmfast.train.vocabulary import SHAPES, SIGN_WORDS, plural
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LOG_EVERY = 50
 _CHAT_SHARE = 0.2
 _ALIGNMENT_WEIGHT = 0.5
-_DENSE_WEIGHT = 0.3
+_DENSE_WEIGHT = 0.5
 _FINE_KINDS = frozenset({"page"})
 """Not asked of a global frame, on which the letters are too small."""
 _SLOW_WORDS = ("Yes", "No", *SHAPES, *map(plural, SHAPES), *SIGN_WORDS)
@@ -52,22 +52,31 @@ class Lesson:
     """How much each token of the vocabulary counts as a target, [V]."""
     global_share: float
     """Of the steps: pictures by their global frame alone, as a runtime that saves tokens shows them."""
+    share: float
+    """How often this lesson is taken, beside others."""
 
     @classmethod
     def prepare(
-        cls, frames: Frames, tokens: PromptTokens, model: Idefics3, emphasis: float, *, global_share: float
+        cls,
+        frames: Frames,
+        tokens: PromptTokens,
+        model: Idefics3,
+        emphasis: float,
+        *,
+        global_share: float,
+        share: float,
     ) -> Lesson:
         """The lesson on these frames; words that decide an answer and are slow to learn count `emphasis` times."""
         words = cell_words(tokens, frames.labels, model.config.connector.scale_factor)
         weights = torch.ones(model.config.text.vocab_size)
         weights[[tokens.encode(f" {word}")[0] for word in _SLOW_WORDS]] = emphasis
-        return cls(frames=frames, tokens=tokens, words=words, weights=weights, global_share=global_share)
+        return cls(frames=frames, tokens=tokens, words=words, weights=weights, global_share=global_share, share=share)
 
 
 def train_joint(
     model: Idefics3,
     heads: DenseHeads,
-    lesson: Lesson,
+    lessons: Sequence[Lesson],
     schedule: Schedule,
     state: Path,
     *,
@@ -77,15 +86,17 @@ def train_joint(
     score: Callable[[], object],
     score_every_s: float = 400.0,
 ) -> None:
-    """Trains `model` and `heads` in place; the heads read the tower's patches as in dense pretraining.
+    """Trains `model` and `heads` in place, a batch of one lesson at a time.
 
-    State goes to the file `state` at every score; with `resume` it is read back from there.
+    The heads read the tower's patches, as in dense pretraining. State goes to the file `state` at every score; with `resume` it is read back from there.
     """
     modules = joint_modules(model, heads)
     optimiser = Optimiser(modules.values(), schedule)
     first = load_state(state, modules, optimiser) if resume and state.is_file() else 0
     started = scored = time.monotonic()
     for step in range(first, schedule.num_steps):
+        shares = [lesson.share for lesson in lessons]
+        lesson = stream("lesson", seed, step).choices(lessons, shares)[0]
         numbers = picked(seed, step, schedule.batch_size, len(lesson.frames.pixels))
         with fast_on_cpu(device):
             answers, cells, patches = _losses(model, heads, lesson, numbers, (seed, step), device)
@@ -160,7 +171,7 @@ def _rows(lesson: Lesson, numbers: npt.NDArray[np.int64], rng: random.Random, fi
     left_out = frozenset() if fine else _FINE_KINDS
     rows = []
     for number in numbers:
-        questions = questions_for_row(frames.members.scene(int(number)), rng)
+        questions = frames.source.questions(int(number), rng)
         asked = [question for question in questions if question.kind not in left_out]
         rows.append(pack(tokens, opening, asked, chat=rng.random() < _CHAT_SHARE))
     return collate(rows, padding_id=tokens.token_id("<|endoftext|>"))

@@ -18,11 +18,12 @@ from vlmfast.train import shape
 from vlmfast.train.dense import DenseHeads, pretrain
 from vlmfast.train.evaluate import evaluate
 from vlmfast.train.export import write_pocket
-from vlmfast.train.frames import Frames, FrameSet, open_frames
+from vlmfast.train.frames import Frames, open_frames
 from vlmfast.train.initial import initialize_vision
 from vlmfast.train.joint import Lesson, joint_modules, train_joint
 from vlmfast.train.optimise import Schedule, load_state
 from vlmfast.train.scenes import CROWDED, POCKET, Split
+from vlmfast.train.sources import EasySource, SceneSource, Source
 from vlmfast.train.tally import Tally
 from vlmfast.train.tokens import PromptTokens, special_ids, train_tokenizer
 from vlmfast_models.config import ModelConfig, PreprocessConfig
@@ -43,10 +44,16 @@ class Recipe:
     cool: Schedule
     emphasis: float = 5.0
     """How many times the words that are slow to learn (shapes, sign texts, yes and no) count."""
+    global_share: float = 0.3
+    """Of the joint steps: pictures by their global frame alone."""
     num_dense_frames: int = 6_000
     num_joint_frames: int = 16_000
+    num_easy_frames: int = 4_000
+    """Pictures of the training split of easy-VQA."""
+    easy_share: float = 0.08
+    """Of the joint steps."""
     num_held_out_frames: int = 256
-    num_scored_scenes: int = 48
+    num_scored_scenes: int = 64
     """Scenes behind each accuracy in the log."""
     vocab_size: int = 2048
     tokenizer: Path | None = None
@@ -113,17 +120,17 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
     tokens = PromptTokens(tokenizer=tokenizer)
     heads = DenseHeads(model.config.vision.hidden_size).to(place.device)
 
-    def frames(name: str, members: FrameSet) -> Frames:
+    def frames(name: str, source: Source) -> Frames:
         folder = place.folder / "frames" / name
-        return open_frames(folder, members, preprocessing, shape.PATCH_SIZE, workers=place.num_workers)
+        return open_frames(folder, source, preprocessing, shape.PATCH_SIZE, workers=place.num_workers)
 
     def held_out(style_name: str) -> Frames:
         style, step, seed = (CROWDED, 2, 1) if style_name == "crowded" else (POCKET, 1, 2)
-        members = FrameSet(split=Split.HELD_OUT, seed=seed, count=recipe.num_held_out_frames, style=style, step=step)
-        return frames(f"held-out-{style_name}", members)
+        source = SceneSource(split=Split.HELD_OUT, seed=seed, count=recipe.num_held_out_frames, style=style, step=step)
+        return frames(f"held-out-{style_name}", source)
 
     if start is None:
-        crowded = FrameSet(split=Split.TRAIN, seed=1, count=recipe.num_dense_frames, style=CROWDED, step=2)
+        crowded = SceneSource(split=Split.TRAIN, seed=1, count=recipe.num_dense_frames, style=CROWDED, step=2)
         pretrain(
             model.vision,
             heads,
@@ -136,9 +143,21 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
             device=place.device,
         )
     scored = held_out("pocket")
-    lesson_frames = frames("pocket", FrameSet(split=Split.TRAIN, seed=2, count=recipe.num_joint_frames, style=LESSONS))
     global_only = recipe.size.longest_edge == shape.TILE_SIDE
-    lesson = Lesson.prepare(lesson_frames, tokens, model, recipe.emphasis, global_share=1.0 if global_only else 0.3)
+    scenes = SceneSource(split=Split.TRAIN, seed=2, count=recipe.num_joint_frames, style=LESSONS)
+    easy = EasySource(split=Split.TRAIN, count=recipe.num_easy_frames)
+    lessons = [
+        Lesson.prepare(
+            frames(name, source),
+            tokens,
+            model,
+            recipe.emphasis,
+            global_share=1.0 if global_only else recipe.global_share,
+            share=share,
+        )
+        for name, source, share in (("pocket", scenes, 1 - recipe.easy_share), ("easy", easy, recipe.easy_share))
+        if share > 0
+    ]
 
     def score(count: int = recipe.num_scored_scenes) -> Tally:
         return evaluate(model, tokens, scored, place.device, count=count, global_only=global_only)
@@ -151,7 +170,7 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
         train_joint(
             model,
             heads,
-            lesson,
+            lessons,
             schedule,
             state,
             seed=recipe.seed + number,
