@@ -84,9 +84,10 @@ def test_the_wheel_holds_all_modules(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_holds_the_data(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    stickers = {f"vlmfast/train/stickers/{file.name}" for file in (ROOT / "vlmfast" / "train" / "stickers").iterdir()}
-    assert len(stickers) > 50
-    assert stickers <= names
+    for kind, fewest in {"stickers": 50, "fonts": 12, "photos": 8, "unseen": 24}.items():
+        kept = {f"vlmfast/train/{kind}/{file.name}" for file in (ROOT / "vlmfast" / "train" / kind).iterdir()}
+        assert len(kept) > fewest
+        assert kept <= names
     pocket = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json", "tokenizer.json"}
     missing = {f"vlmfast_pocket/{name}" for name in pocket} - names
     assert not missing, f"{missing}: the bundled model belongs in assets/vlmfast_pocket; make it with `vlmfast train`"

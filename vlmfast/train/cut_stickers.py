@@ -1,7 +1,8 @@
 """Cuts the sticker pictures out of Noto Color Emoji, once, for a maintainer who adds one.
 
-Owns the table of (name, plural, character). The pictures and `index.json` it writes are package data beside this file;
-nothing at run time needs the font. Run: `python -m vlmfast.train.cut_stickers NotoColorEmoji.ttf`.
+Owns the tables of (name, plural, character): those that scenes are made of, and some that no training picture ever
+holds, to score how a model does on things it never saw. The pictures and `index.json` it writes are package data beside
+this file; nothing at run time needs the font. Run: `python -m vlmfast.train.cut_stickers NotoColorEmoji.ttf`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ moon moons 🌙|snowman snowmen ⛄|robot robots 🤖|ghost ghosts 👻
 """
 
 
-def sticker_table() -> list[tuple[str, str, str]]:
+UNSEEN = """
+bear bears 🐻|koala koalas 🐨|tiger tigers 🐯|mouse mice 🐭|chicken chickens 🐔|snake snakes 🐍|dolphin dolphins 🐬
+cherry cherries 🍒|peach peaches 🍑|kiwi kiwis 🥝|corn corn 🌽|avocado avocados 🥑|cheese cheeses 🧀|hotdog hotdogs 🌭
+popcorn popcorn 🍿|trumpet trumpets 🎺|violin violins 🎻|kite kites 🪁|scissors scissors ✂|anchor anchors ⚓
+helicopter helicopters 🚁|tractor tractors 🚜|backpack backpacks 🎒|glasses glasses 👓
+"""
+
+
+def sticker_table(stickers: str = STICKERS) -> list[tuple[str, str, str]]:
     """Every (name, plural, character), in the order the class ids of training follow."""
-    rows = [entry.split() for line in STICKERS.strip().splitlines() for entry in line.split("|")]
+    rows = [entry.split() for line in stickers.strip().splitlines() for entry in line.split("|")]
     return [(name, plural, character) for name, plural, character in rows]
 
 
@@ -56,15 +65,16 @@ def cut(font: ImageFont.FreeTypeFont, character: str) -> Image.Image:
 
 
 def main(font_path: str) -> None:
-    """Write every sticker and `index.json` into the package's `stickers` folder."""
-    folder = Path(__file__).with_name("stickers")
-    folder.mkdir(exist_ok=True)
+    """Write every sticker and the `index.json` of its folder: `stickers`, and `unseen`."""
     font = ImageFont.truetype(font_path, FONT_PIXELS)
-    index = {}
-    for name, plural, character in sticker_table():
-        cut(font, character).save(folder / f"{name}.png", optimize=True)
-        index[name] = {"file": f"{name}.png", "plural": plural, "character": character}
-    (folder / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for folder_name, stickers in {"stickers": STICKERS, "unseen": UNSEEN}.items():
+        folder = Path(__file__).with_name(folder_name)
+        folder.mkdir(exist_ok=True)
+        index = {}
+        for name, plural, character in sticker_table(stickers):
+            cut(font, character).save(folder / f"{name}.png", optimize=True)
+            index[name] = {"file": f"{name}.png", "plural": plural, "character": character}
+        (folder / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def train_joint(
 ) -> None:
     """Trains `model` and `heads` in place, a batch of one lesson at a time.
 
-    The heads read the tower's patches, as in dense pretraining. State goes to the file `state` at every score; with `resume` it is read back from there.
+    The heads read the tower's patches, as in dense pretraining. State goes to the file `state` at every score; with
+    `resume` it is read back from there.
     """
     modules = joint_modules(model, heads)
     optimiser = Optimiser(modules.values(), schedule)

@@ -10,9 +10,9 @@ from vlmfast.train.words import PAGE_WORDS
 FONTS = ("roboto", "pt-serif", "roboto-mono", "roboto-slab", "roboto-condensed", "comic-neue")
 """Names of the typefaces in `fonts/`; each has weights 400 and 700."""
 
-_NUM_LINES = (0.20, 0.28, 0.24, 0.17, 0.11)
+_NUM_LINES = (0.34, 0.30, 0.20, 0.11, 0.05)
 """Relative frequency of pages of 1, 2, 3, ... lines."""
-_LINE_LENGTHS = (6, 22)
+_LINE_LENGTHS = (4, 18)
 _ADVANCE = 0.56
 """Width of an average character, as a fraction of the size; drawing shrinks what turns out wider than its page."""
 _TEXT_WIDTH = 0.90
@@ -49,11 +49,11 @@ class Page:
 
 
 def sample_page(rng: random.Random) -> Page:
-    """A page of 1 to 5 lines of 6 to 22 characters."""
+    """A page of 1 to 5 lines of 4 to 18 characters."""
     number = 1 + rng.choices(range(len(_NUM_LINES)), _NUM_LINES)[0]
     small = rng.random() < _SMALL_SHARE
-    # At 512 pixels wide: capitals of 16 to 40 pixels, small ones of 11 to 16.
-    size = rng.uniform(0.031, 0.044) if small else 0.044 * (0.112 / 0.044) ** rng.random()
+    # At 512 pixels wide: capitals of 22 to 45 pixels, small ones of 16 to 22.
+    size = rng.uniform(0.044, 0.062) if small else 0.062 * (0.125 / 0.062) ** rng.random()
     shortest, longest = _LINE_LENGTHS
     room = min(longest, int(_TEXT_WIDTH / (size * _ADVANCE)))
     lines = [_line(rng, rng.randint(shortest, max(shortest, room))) for _ in range(number)]

@@ -44,7 +44,7 @@ class Recipe:
     cool: Schedule
     emphasis: float = 5.0
     """How many times the words that are slow to learn (shapes, sign texts, yes and no) count."""
-    global_share: float = 0.3
+    global_share: float = 0.6
     """Of the joint steps: pictures by their global frame alone."""
     num_dense_frames: int = 6_000
     num_joint_frames: int = 16_000

@@ -100,7 +100,8 @@ def shade(rng: random.Random, colour: str) -> tuple[int, int, int]:
 
 @cache
 def _sticker(name: str) -> Image.Image:
-    with (files("vlmfast.train") / "stickers" / sticker_index()[name]["file"]).open("rb") as file:
+    folder = "stickers" if name in sticker_index() else "unseen"
+    with (files("vlmfast.train") / folder / f"{name}.png").open("rb") as file:
         return Image.open(file).convert("RGBA")
 
 

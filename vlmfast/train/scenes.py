@@ -57,16 +57,16 @@ class Kind(Enum):
 class Style:
     """How hard the scenes are. The scored distribution is the trained one: both use the default."""
 
-    thing_weights: tuple[float, ...] = (0.20, 0.32, 0.27, 0.13, 0.06, 0.02)
+    thing_weights: tuple[float, ...] = (0.25, 0.40, 0.25, 0.10)
     """Relative frequency of scenes with 1, 2, 3, ... things."""
-    thing_scale: tuple[float, float] = (0.18, 0.55)
+    thing_scale: tuple[float, float] = (0.28, 0.55)
     """Side of a thing as a fraction of the picture's shorter side; less at the upper end where things are many."""
     shape_share: float = 0.35
     sign_share: float = 0.22
     """Share of scenes in which one thing is a sign."""
-    sign_letters: tuple[float, float] = (0.035, 0.22)
+    sign_letters: tuple[float, float] = (0.06, 0.20)
     """Size of the letters of a sign as a fraction of the picture's shorter side, evenly spread by ratio."""
-    code_share: float = 1 / 3
+    code_share: float = 0.25
     """Share of signs that bear a code ("KX19") instead of a word."""
     repeat_share: float = 0.22
     """Share of scenes of two or more things in which a thing occurs more than once."""
@@ -78,7 +78,7 @@ class Style:
     """Largest overlap of two boxes, as a fraction of the smaller one."""
     max_turn: float = 16.0
     """Rotation in degrees, either way."""
-    max_noise: float = 10.0
+    max_noise: float = 8.0
     """Standard deviation of the pixel noise in grey levels."""
     picture_sides: tuple[int, int] = (384, 640)
     """Shortest and longest side in pixels; longer than 1.7 to 1 would change the grid of tiles."""

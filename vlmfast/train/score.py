@@ -17,6 +17,7 @@ from vlmfast.train.render import render
 from vlmfast.train.scenes import Split, sample_scene
 from vlmfast.train.tally import Tally
 from vlmfast.train.truth import scene_questions
+from vlmfast.train.unseen import unseen_questions, unseen_scenes
 
 Ask = Callable[[Image.Image, str], str]
 """(picture, prompt) -> answer."""
@@ -43,6 +44,16 @@ def answered(ask: Ask, seed: int, count: int, continue_chat: Continue | None = N
                 yield question, ask(picture, question.prompt)
             elif continue_chat is not None:
                 yield question, continue_chat(picture, question.before, question.prompt)
+
+
+def score_unseen(ask: Ask, seed: int, count: int) -> Tally:
+    """Accuracy over `count` held-out scenes whose stickers no training picture ever held; see `unseen`."""
+    return Tally.of(
+        (question, ask(picture, question.prompt))
+        for scene in islice(unseen_scenes(seed), count)
+        for picture in [render(scene).picture]
+        for question in unseen_questions(scene)
+    )
 
 
 def score_easy_vqa(ask: Ask, count: int) -> Tally:
