@@ -1,6 +1,7 @@
-"""The optional compiled step of the CPU decoder; everything else about the package is in pyproject.toml.
+"""The optional compiled parts; everything else about the package is in pyproject.toml.
 
-Without a compiler, or on another processor than x86-64, the package installs without it and runs on torch alone.
+Without a compiler the package installs without them and runs on torch and Pillow alone; the decoder's step takes an
+x86-64 processor as well.
 """
 
 from glob import glob
@@ -20,6 +21,13 @@ setup(
             # The library asks the processor before it uses them. GCC warns of its own intrinsics' placeholders.
             extra_compile_args=["-std=c++17", "-O3", *(f"-m{name}" for name in _INSTRUCTIONS), "-Wno-uninitialized"],
             optional=True,
-        )
+        ),
+        Extension(
+            "vlmfast_kernels.csrc.resize",  # likewise (vlmfast_kernels/cpu/resize.py)
+            sources=[f"{_CSRC}/resize.cpp"],
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O3"],
+            optional=True,
+        ),
     ]
 )

@@ -2,11 +2,11 @@
 
     python benchmarks/step.py [--quick] [--json] [--threads N]
 
-Ratios: `decode_bf16_x`, `decode_int8_x` (time per token of transformers in bfloat16 over ours; SmolVLM-256M's shape,
-one tile), and c(M)/c(1), the cost of a step over M tokens beside a step over one: `c2` .. `c16` in bfloat16, `c2_int8`
-.. `c16_int8`. A draft of M - 1 tokens wins where more than c(M)/c(1) tokens of a step are kept.
-Also `read_gb_s`, the fastest that this machine was seen to read memory, and `bf16_read_share`, `int8_read_share`: the
-part of that which a one-token step reaches.
+Ratios: `decode_bf16_x`, `decode_int8_x`, `decode_int4_x` (time per token of transformers in bfloat16 over ours;
+SmolVLM-256M's shape, one tile), and c(M)/c(1), the cost of a step over M tokens beside a step over one: `c2` .. `c16`
+in bfloat16, `c2_int8` .. `c16_int8`, `c2_int4` .. `c16_int4`. A draft of M - 1 tokens wins where more than c(M)/c(1)
+tokens of a step are kept. Also `read_gb_s`, the fastest that this machine was seen to read memory, and by dtype
+`bf16_read_mb`, what a one-token step reads, and `bf16_read_share`, the part of `read_gb_s` which it reaches.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ PAST = 128
 """Tokens before them: a prompt with one picture, and a sentence."""
 INT8_TOLERANCE = 0.1
 """As `contenders.BF16_TOLERANCE`, for int8: quantisation moves logits by a few hundredths of the best."""
+INT4_TOLERANCE = 0.4
+"""For int4, on random weights, whose logits lie closer together than a trained model's."""
 
 
 def main() -> None:
@@ -40,7 +42,11 @@ def main() -> None:
     rounds = options.rounds or (case.quick_rounds if options.quick else case.rounds)
     folder = variant(smolvlm_checkpoint(options.cache), options.cache / "smolvlm-256m-512", longest_edge=512)
     theirs, comparisons, more = Transformers(folder), [], {"read_gb_s": round(read_speed(), 1)}
-    for name, dtype, tolerance in (("bf16", torch.bfloat16, BF16_TOLERANCE), ("int8", "int8", INT8_TOLERANCE)):
+    for name, dtype, tolerance in (
+        ("bf16", torch.bfloat16, BF16_TOLERANCE),
+        ("int8", "int8", INT8_TOLERANCE),
+        ("int4", "int4", INT4_TOLERANCE),
+    ):
         ours = Ours(folder, dtype)
         check = verify(ours, theirs, fresh_picture(1_000_000), 12 if options.quick else 24, tolerance)
         times = alternate(
@@ -99,7 +105,8 @@ def step_costs(vlm: Any, name: str, options: Options, read_gb_s: float) -> dict[
     )
     suffix = "" if name == "bf16" else f"_{name}"
     values: dict[str, Any] = {f"c{size}{suffix}": round(medians[size] / medians[1], 3) for size in SIZES[1:]}
-    return values | {f"step_{name}_ms": round(medians[1], 3), f"{name}_read_share": round(share, 3)}
+    values |= {f"step_{name}_ms": round(medians[1], 3), f"{name}_read_mb": round((weights + kv) / 1e6, 1)}
+    return values | {f"{name}_read_share": round(share, 3)}
 
 
 def weight_bytes(vlm: Any, name: str) -> int:
@@ -107,7 +114,9 @@ def weight_bytes(vlm: Any, name: str) -> int:
     config = vlm.checkpoint.config.text
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim  # q, k, v and out
     layer = config.hidden_size * (heads + 3 * config.intermediate_size)
-    return (config.num_layers * layer + config.hidden_size * config.vocab_size) * (1 if name == "int8" else 2)
+    in_layers = {"bf16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}[name]  # int4: a bfloat16 scale for each 32 inputs
+    in_head = 2 if name == "bf16" else 1
+    return round(config.num_layers * layer * in_layers + config.hidden_size * config.vocab_size * in_head)
 
 
 def read_speed(megabytes: int = 512) -> float:

@@ -16,7 +16,7 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _BACKENDS = ("cpu",)
-_OP_FILES = ("norm", "rope", "activation", "attention", "merge", "score", "quant")
+_OP_FILES = ("norm", "rope", "activation", "attention", "merge", "score", "quant", "w8a8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

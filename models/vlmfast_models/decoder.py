@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vlmfast_kernels.cpu.step import DecoderStep, PageRows, why_not_step
 from vlmfast_kernels.ops.activation import silu_mul
+from vlmfast_kernels.ops.quant import Quantization
 from vlmfast_kernels.ops.rope import (
     llama3_frequencies,
     rope_frequencies,
@@ -123,11 +124,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.int8 = False
-        """Whether `prepare` quantises the linear layers, the head among them; the embeddings never are."""
+        self.quantization: Quantization | None = None
+        """What `prepare` quantises the linear layers to; the embeddings never are."""
         self._rope: tuple[Tensor, Tensor] | None = None
         self._step: DecoderStep | None = None
         self.tie()
+
+    @property
+    def head_quantization(self) -> Quantization | None:
+        """What the head is quantised to: never to int4, which would blur the choice between tokens most of all."""
+        return "int8" if self.quantization == "int4" else self.quantization
 
     def tie(self) -> None:
         """Makes the head read the embedding table where the checkpoint shares them; needed again after allocation."""
@@ -143,12 +149,12 @@ class Decoder(nn.Module):
             frequencies = rotary_frequencies(config.rope, config.head_dim, weight.device)
             cos, signed_sin = rope_table(config.max_positions, frequencies, config.rope.magnitude)
             half = config.head_dim // 2
-            self._step = build_step(self, (cos[:, half:], signed_sin[:, half:]), int8=self.int8)
-        elif self.int8:
+            self._step = build_step(self, (cos[:, half:], signed_sin[:, half:]))
+        elif self.quantization is not None and self.head_quantization is not None:
             for layer in self.decoder_layers():
                 for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                    linear.round_to_int8()
-            self.head.round_to_int8()
+                    linear.round_to(self.quantization)
+            self.head.round_to(self.head_quantization)
 
     def decoder_layers(self) -> Iterable[DecoderLayer]:
         """The layers, in order."""
@@ -157,11 +163,11 @@ class Decoder(nn.Module):
     def explain(self) -> str:
         """What the layers run on, and why not the compiled step."""
         weight = self.norm.weight
-        kind = "int8" if self.int8 else str(weight.dtype).removeprefix("torch.")
+        kind = self.quantization or str(weight.dtype).removeprefix("torch.")
         reason = why_not_step(weight.device, weight.dtype, self.config.head_dim)
         if not reason:
             return f"decoder: compiled step, {kind} weights: chosen"
-        rounded = ", its weights rounded to int8 without gain" if self.int8 else ""
+        rounded = f", its weights rounded to {self.quantization} without gain" if self.quantization else ""
         return f"decoder: compiled step: {reason}\ndecoder: layer by layer{rounded}: chosen"
 
     def embed(self, ids: Tensor) -> Tensor:

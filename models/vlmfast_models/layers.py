@@ -11,10 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from vlmfast_kernels.cpu.packed import PackedWeight, compiled_linear
+from vlmfast_kernels.cpu.library import why_not_compiled
+from vlmfast_kernels.cpu.packed import PackedWeight, compiled_linear, quantize_compiled
 from vlmfast_kernels.ops.linear import Apply, PreparedLinear, linear, prepare_linear
 from vlmfast_kernels.ops.norm import rms_norm
-from vlmfast_kernels.ops.quant import dequantize_weight, quantize_weight
+from vlmfast_kernels.ops.quant import Quantization, QuantizedWeight, quantize
+from vlmfast_kernels.ops.w8a8 import prepare_w8a8
 
 
 class Linear(nn.Module):
@@ -25,6 +27,8 @@ class Linear(nn.Module):
         self.activation = activation
         self.weight = nn.Parameter(torch.empty(output_size, input_size))
         self.bias = nn.Parameter(torch.empty(output_size)) if bias else None
+        self.quantized: QuantizedWeight | None = None
+        """The weight quantised, from `quantize` (or from disk: then `weight` may be unfilled) until it is packed."""
         self._apply_prepared: Apply | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -43,19 +47,38 @@ class Linear(nn.Module):
         bias = None if self.bias is None else self.bias.detach()
         self._take(prepare_linear(self.weight.detach(), bias, self.activation))
 
-    def pack(self, *, int8: bool) -> PackedWeight:
+    def quantize(self, quantization: Quantization) -> QuantizedWeight:
+        """The weight quantised; what was quantised before is kept."""
+        if self.quantized is None:
+            compiled = not why_not_compiled(self.weight.device, self.weight.dtype)
+            function = quantize_compiled if compiled else quantize
+            self.quantized = function(self.weight.detach(), quantization)
+        assert self.quantized.kind == quantization
+        return self.quantized
+
+    def pack_w8a8(self) -> None:
+        """Runs on an int8 weight and int8 tokens from now on: for many rows at a time, as in a tower."""
+        if self._apply_prepared is not None:
+            return
+        bias = None if self.bias is None else self.bias.detach()
+        self._take(prepare_w8a8(self.quantize("int8"), bias, self.activation))
+
+    def pack(self, quantization: Quantization | None) -> PackedWeight:
         """The weight laid out for the compiled products, which this layer runs on from now on, too."""
-        packed = PackedWeight(self.weight, self.bias, int8=int8)
+        weight = self.weight if quantization is None else self.quantize(quantization)
+        packed = PackedWeight(weight, self.bias)
         self._take(compiled_linear(packed, self.activation))
         return packed
 
-    def round_to_int8(self) -> None:
-        """Rounds the weight to what int8 can hold, where int8 products are not to be had."""
-        rounded = dequantize_weight(*quantize_weight(self.weight.detach()), self.weight.dtype)
+    def round_to(self, quantization: Quantization) -> None:
+        """Rounds the weight to what int8 or int4 can hold, where such products are not to be had."""
+        rounded = self.quantize(quantization).dequantize(self.weight.dtype)
         self.weight = nn.Parameter(rounded, requires_grad=False)  # the old tensor may be tied to the embeddings
+        self.quantized = None
 
     def _take(self, prepared: PreparedLinear) -> None:
         self._apply_prepared = prepared.apply
+        self.quantized = None
         if prepared.owns_weight:
             self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 

@@ -12,24 +12,23 @@ if TYPE_CHECKING:
     from vlmfast_models.decoder import Decoder
 
 
-def build_step(decoder: Decoder, rope: tuple[Tensor, Tensor], *, int8: bool) -> DecoderStep:
+def build_step(decoder: Decoder, rope: tuple[Tensor, Tensor]) -> DecoderStep:
     """Packs the weights, once: the decoder's linear layers share them with the step and let go of the originals.
 
     Args:
         rope: cosines and sines, float32 [positions, D/2].
-        int8: quantise the linear layers, the head among them.
     """
-    config = decoder.config
+    config, quantization = decoder.config, decoder.quantization
     layers = [
         StepLayer(
             attn_norm=layer.attn_norm.weight,
             q_norm=None if layer.q_norm is None else layer.q_norm.weight,
             k_norm=None if layer.k_norm is None else layer.k_norm.weight,
             mlp_norm=layer.mlp_norm.weight,
-            qkv=layer.qkv.pack(int8=int8),
-            out=layer.out.pack(int8=int8),
-            gate_up=layer.gate_up.pack(int8=int8),
-            down=layer.down.pack(int8=int8),
+            qkv=layer.qkv.pack(quantization),
+            out=layer.out.pack(quantization),
+            gate_up=layer.gate_up.pack(quantization),
+            down=layer.down.pack(quantization),
         )
         for layer in decoder.decoder_layers()
     ]
@@ -41,4 +40,4 @@ def build_step(decoder: Decoder, rope: tuple[Tensor, Tensor], *, int8: bool) -> 
         intermediate=config.intermediate_size,
         eps=config.norm_eps,
     )
-    return DecoderStep(shape, layers, decoder.norm.weight, decoder.head.pack(int8=int8), rope)
+    return DecoderStep(shape, layers, decoder.norm.weight, decoder.head.pack(decoder.head_quantization), rope)

@@ -164,8 +164,8 @@ def test_known_devices_and_formats() -> None:
     assert resolve_dtype("auto", "float16", torch.device("cuda")) is torch.float16
     with pytest.raises(DeviceError, match="float16"):
         resolve_dtype("float16", "float16", cpu)
-    with pytest.raises(DeviceError, match="int4"):
-        resolve_dtype("int4", "float32", cpu)
+    with pytest.raises(DeviceError, match="int3"):
+        resolve_dtype("int3", "float32", cpu)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

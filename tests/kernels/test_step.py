@@ -13,6 +13,7 @@ from vlmfast.kv import SequenceKV
 from vlmfast.runner import BatchAttention
 from vlmfast_kernels.cpu.library import OFF_SWITCH
 from vlmfast_kernels.cpu.step import why_not_step
+from vlmfast_kernels.ops.quant import Quantization
 from vlmfast_models.config import TextConfig
 from vlmfast_models.decoder import Decoder
 from vlmfast_models.layers import prepare_for_inference
@@ -20,6 +21,7 @@ from vlmfast_models.rope import RopeConfig
 
 _CPU = torch.device("cpu")
 _REASON = why_not_step(_CPU, torch.bfloat16, 64)
+_KINDS: tuple[Quantization | None, ...] = (None, "int8", "int4")
 needs_step = pytest.mark.skipif(bool(_REASON), reason=_REASON or "compiled here")
 
 _PLAIN = TextConfig(
@@ -58,7 +60,9 @@ _TOKENS = 600
 """More than two chunks of 256 keys, and more than one tile of 512 rows."""
 
 
-def _decoder(config: TextConfig, dtype: torch.dtype, *, int8: bool = False, prepared: bool = True) -> Decoder:
+def _decoder(
+    config: TextConfig, dtype: torch.dtype, kind: Quantization | None = None, *, prepared: bool = True
+) -> Decoder:
     decoder = Decoder(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -66,7 +70,7 @@ def _decoder(config: TextConfig, dtype: torch.dtype, *, int8: bool = False, prep
             noise = torch.randn(parameter.shape, generator=generator) * 0.08
             parameter.copy_((noise + (1.0 if "norm" in name else 0.0)).bfloat16())
     decoder = decoder.to(dtype)
-    decoder.int8 = int8
+    decoder.quantization = kind
     if prepared:
         prepare_for_inference(decoder)
     return decoder.requires_grad_(False)
@@ -129,26 +133,39 @@ def test_step_is_nearer_to_float32_than_torch_in_bf16(name: str) -> None:
 
 
 @needs_step
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.06), ("int4", 0.25)])
 @pytest.mark.parametrize("name", ["plain", "odd sizes, biases, head norms"])
-def test_int8_step_follows_the_rounded_weights(name: str) -> None:
-    """Guards int8 end to end: near the float32 layers, further off than bf16, and not off by a layout."""
+def test_quantised_step_follows_the_layers(name: str, kind: Quantization, most: float) -> None:
+    """Guards int8 and int4 end to end: near the float32 layers, further off than bf16, and not off by a layout."""
     config = _CONFIGS[name]
     rows = _rows(config, 40)
     exact = _run(_decoder(config, torch.float32), rows.float(), _page(config, torch.float32))
-    out = _run(_decoder(config, torch.bfloat16, int8=True), rows, _page(config))
+    out = _run(_decoder(config, torch.bfloat16, kind), rows, _page(config))
     wide = _run(_decoder(config, torch.bfloat16), rows, _page(config))
     for ours, bf16, wanted in zip(out, wide, exact, strict=True):
-        assert _loss(bf16, wanted) < _loss(ours, wanted) < 0.06
+        assert _loss(bf16, wanted) < _loss(ours, wanted) < most
 
 
 @needs_step
-@pytest.mark.parametrize("int8", [False, True])
+def test_int4_step_is_the_model_of_the_rounded_weights() -> None:
+    """Guards int4's layout and scales: as near to float32 layers on the same rounded weights as int8 is to its own."""
+    config, rows = _PLAIN, _rows(_PLAIN, 40)
+    losses = []
+    for kind in _KINDS[1:]:
+        rounded = _decoder(config, torch.float32, kind)  # float32 has no step: the weights are rounded
+        exact = _run(rounded, rows.float(), _page(config, torch.float32))[1]
+        losses.append(_loss(_run(_decoder(config, torch.bfloat16, kind), rows, _page(config))[1], exact))
+    assert losses[1] < 1.5 * losses[0] < 0.06
+
+
+@needs_step
+@pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("name", ["plain", "odd sizes, biases, head norms"])
-def test_numbers_do_not_depend_on_how_a_sequence_is_cut(name: str, threads: int, int8: bool) -> None:
+def test_numbers_do_not_depend_on_how_a_sequence_is_cut(name: str, threads: int, kind: Quantization | None) -> None:
     """Guards exactness of chunked prefill, prefix hits and drafts: bit-equal for any cut and number of threads."""
     config = _CONFIGS[name]
-    decoder, rows = _decoder(config, torch.bfloat16, int8=int8), _rows(config)
+    decoder, rows = _decoder(config, torch.bfloat16, kind), _rows(config)
     whole_page, page = _page(config), _page(config)
     whole, logits = _run(decoder, rows, whole_page)
     before = torch.get_num_threads()
@@ -180,10 +197,10 @@ def test_more_threads_than_cores_agree() -> None:
 
 
 @needs_step
-@pytest.mark.parametrize("int8", [False, True])
-def test_numbers_do_not_depend_on_the_batch(int8: bool) -> None:
+@pytest.mark.parametrize("kind", _KINDS)
+def test_numbers_do_not_depend_on_the_batch(kind: Quantization | None) -> None:
     """Guards batching: sequences of different lengths, decoding and prefilling side by side, in any order."""
-    decoder = _decoder(_PLAIN, torch.bfloat16, int8=int8)
+    decoder = _decoder(_PLAIN, torch.bfloat16, kind)
     pasts, news = (300, 0, 40, 1, 513), (1, 70, 3, 1, 2)
 
     def begun(number: int) -> tuple[torch.Tensor, SequenceKV]:
@@ -271,10 +288,10 @@ def test_a_full_page_is_noticed_before_anything_is_written() -> None:
 
 
 @needs_step
-@pytest.mark.parametrize("int8", [False, True])
-def test_a_broken_row_breaks_no_other(int8: bool) -> None:
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_broken_row_breaks_no_other(kind: Quantization | None) -> None:
     """Guards neighbours and the sampler's check: NaN stays in its sequence, and is seen in its logits."""
-    decoder, rows = _decoder(_PLAIN, torch.bfloat16, int8=int8), _rows(_PLAIN, 6)
+    decoder, rows = _decoder(_PLAIN, torch.bfloat16, kind), _rows(_PLAIN, 6)
     clean = _run(decoder, rows[:3], _page(_PLAIN))[1]
     rows[4, 7] = float("nan")
     with torch.inference_mode():
@@ -291,22 +308,25 @@ def without_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_int8_without_the_step_rounds_the_weights(without_step: None) -> None:
-    """Guards machines without it: the same weights as int8 has, at bf16's speed, and `explain` says so."""
-    decoder, rows = _decoder(_PLAIN, torch.bfloat16, int8=True), _rows(_PLAIN, 20)
-    assert "without gain" in decoder.explain() and OFF_SWITCH in decoder.explain()
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.05), ("int4", 0.25)])
+def test_without_the_step_weights_are_rounded(without_step: None, kind: Quantization, most: float) -> None:
+    """Guards machines without it: the same weights as int8 or int4 has, at bf16's speed, and `explain` says so."""
+    decoder, rows = _decoder(_PLAIN, torch.bfloat16, kind), _rows(_PLAIN, 20)
+    assert f"to {kind} without gain" in decoder.explain() and OFF_SWITCH in decoder.explain()
     exact = _run(_decoder(_PLAIN, torch.float32), rows.float(), _page(_PLAIN, torch.float32))[1]
-    rounded = _run(_decoder(_PLAIN, torch.float32, int8=True), rows.float(), _page(_PLAIN, torch.float32))[1]
-    assert 1e-3 < _loss(rounded, exact) < 0.05
+    rounded = _run(_decoder(_PLAIN, torch.float32, kind), rows.float(), _page(_PLAIN, torch.float32))[1]
+    assert 1e-3 < _loss(rounded, exact) < most
     assert _loss(_run(decoder, rows, _page(_PLAIN))[1], rounded) < 0.03
 
 
-def test_int8_rounds_a_tied_head_but_not_the_embeddings(without_step: None) -> None:
-    """Guards the embeddings, which the head shares memory with until it is rounded."""
+def test_a_tied_head_is_rounded_but_not_the_embeddings(without_step: None) -> None:
+    """Guards the embeddings, which the head shares memory with until it is rounded; int4 leaves the head int8."""
     config = replace(_PLAIN, tie_embeddings=True)
-    plain, rounded = (_decoder(config, torch.float32, int8=int8) for int8 in (False, True))
-    assert torch.equal(plain.embed_tokens.weight, rounded.embed_tokens.weight)
-    assert not torch.equal(plain.head.weight, rounded.head.weight)
+    plain, int8, int4 = (_decoder(config, torch.float32, kind) for kind in _KINDS)
+    assert torch.equal(plain.embed_tokens.weight, int8.embed_tokens.weight)
+    assert torch.equal(plain.embed_tokens.weight, int4.embed_tokens.weight)
+    assert not torch.equal(plain.head.weight, int8.head.weight)
+    assert torch.equal(int4.head.weight, int8.head.weight)
 
 
 def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,5 +334,5 @@ def test_explain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "this is torch.float32" in _decoder(_PLAIN, torch.float32).explain()
     assert "heads of 300 dimensions" in why_not_step(_CPU, torch.bfloat16, 300)
     assert "heads of 15 dimensions" in why_not_step(_CPU, torch.bfloat16, 15)
-    text = _decoder(_PLAIN, torch.bfloat16, int8=True).explain()
+    text = _decoder(_PLAIN, torch.bfloat16, "int8").explain()
     assert text.endswith("chosen") and "int8" in text

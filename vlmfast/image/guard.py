@@ -13,6 +13,20 @@ _MAX_EXPANSION = 500
 drawings stay below 300; deflate ends at 1032, where only blank pictures come near."""
 _BYTES_PER_PIXEL = {"1": 0.125, "L": 1, "P": 1, "LA": 2, "I;16": 2, "I;16B": 2, "I;16L": 2, "RGBA": 4, "I": 4, "F": 4}
 
+_SPECIAL = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "192.0.0.0/24",  # protocol assignments (RFC 6890)
+        "192.31.196.0/24",  # AS112 (RFC 7535)
+        "192.52.193.0/24",  # AMT relays (RFC 7450)
+        "192.88.99.0/24",  # relays of 6to4, withdrawn (RFC 7526)
+        "192.175.48.0/24",  # AS112 (RFC 7534)
+        "2620:4f:8000::/48",  # AS112 (RFC 7534)
+        "3fff::/20",  # documentation (RFC 9637)
+        "5f00::/16",  # segment routing (RFC 9602)
+    )
+)
+"""Ranges without web servers that `ipaddress` has as global, in some versions of Python or in all."""
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -57,8 +71,8 @@ def check_expansion(width: int, height: int, mode: str, num_bytes: int, name: st
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the public internet: no loopback, private, link-local, shared, multicast or
-    reserved range, not even as an IPv4 address inside an IPv6 one (mapped, 6to4, NAT64)."""
+    """Whether an IP address is one of the public internet: no loopback, private, link-local, shared, multicast,
+    reserved or special range, not even as an IPv4 address inside an IPv6 one (mapped, 6to4, NAT64)."""
     try:
         return _is_public(ipaddress.ip_address(address))
     except ValueError:
@@ -74,4 +88,6 @@ def _is_public(address: _Address) -> bool:
             return _is_public(inner)
         if address.is_site_local:  # fec0::/10, deprecated but still routed in places
             return False
+    if any(address in network for network in _SPECIAL):  # of the other IP version: not in it
+        return False
     return address.is_global and not address.is_multicast and not address.is_reserved

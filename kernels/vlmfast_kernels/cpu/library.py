@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI = 1
+_ABI = 2
 """`vlmfast_abi` of the library that these structures belong to."""
 OFF_SWITCH = "VLMFAST_COMPILED_STEP"
 """Environment variable: 0 runs on torch alone."""
@@ -91,7 +91,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "vlmfast_supported": (c_int, ()),
     "vlmfast_set_runtime": (None, (c_void_p, c_void_p)),
     "vlmfast_packed_bytes": (c_int64, (c_int64, c_int64, c_int32)),
-    "vlmfast_pack": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int)),
+    "vlmfast_quantize": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int)),
+    "vlmfast_pack": (None, (c_void_p, c_void_p, c_int64, c_int64, c_int32, c_void_p, c_int)),
     "vlmfast_linear_bytes": (c_int64, (c_int64, c_int64)),
     "vlmfast_linear": (None, (POINTER(LinearStruct), c_void_p, c_int64, c_void_p, c_void_p, c_int)),
     "vlmfast_workspace_bytes": (c_int64, (POINTER(DecoderStruct), c_int64, c_int64, c_int)),
@@ -116,7 +117,7 @@ def why_not_compiled(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cpu":
         return "runs on the CPU only"
     if dtype != torch.bfloat16:
-        return f"bfloat16 and int8 only, this is {dtype}"
+        return f"bfloat16, int8 and int4 only, this is {dtype}"
     if os.environ.get(OFF_SWITCH) == "0":
         return f"switched off by {OFF_SWITCH}=0"
     loaded = _load()

@@ -9,7 +9,7 @@
 
 #include "attention.h"
 #include "linear.h"
-
+#include "pack.h"
 
 namespace vlmfast {
 namespace {
@@ -252,7 +252,7 @@ using namespace vlmfast;
 extern "C" {
 
 // Changes whenever a structure or function below does.
-int vlmfast_abi() { return 1; }
+int vlmfast_abi() { return 2; }
 
 // Whether this processor and its system have what the products need.
 __attribute__((target("arch=x86-64"))) int vlmfast_supported() {
@@ -270,14 +270,35 @@ int64_t vlmfast_packed_bytes(int64_t inputs, int64_t outputs, int32_t format) {
     return packed_bytes(inputs, outputs, format);
 }
 
-// weight [outputs, inputs] bf16 to packed; scale [outputs] is written for int8.
-void vlmfast_pack(const void* weight, int64_t inputs, int64_t outputs, int32_t format, void* packed, float* scale,
-                  int num_threads) {
+// weight [outputs, inputs] bf16 to codes and scale, as ops/quant.py has them for int8 and int4.
+void vlmfast_quantize(const void* weight, int64_t inputs, int64_t outputs, int32_t format, void* codes, void* scale,
+                      int num_threads) {
     const bf16* const from = static_cast<const bf16*>(weight);
     run_team(runtime, num_threads, [&](Team& team) {
+        team.run(outputs, [&](int64_t begin, int64_t end) {
+            if (format == kInt4) {
+                quantize_int4(from, inputs, static_cast<uint8_t*>(codes), static_cast<bf16*>(scale), begin, end);
+            } else {
+                quantize_int8(from, inputs, static_cast<int8_t*>(codes), static_cast<float*>(scale), begin, end);
+            }
+        });
+    });
+}
+
+// The weight [outputs, inputs] to packed: bf16 itself, or codes (and for int4 the scales, which move in with them).
+void vlmfast_pack(const void* weight, const void* scale, int64_t inputs, int64_t outputs, int32_t format, void* packed,
+                  int num_threads) {
+    run_team(runtime, num_threads, [&](Team& team) {
         team.run(num_blocks(outputs), [&](int64_t begin, int64_t end) {
-            if (format == kInt8) pack_int8(from, inputs, outputs, static_cast<uint8_t*>(packed), scale, begin, end);
-            else pack_bf16(from, inputs, outputs, static_cast<bf16*>(packed), begin, end);
+            if (format == kInt4) {
+                pack_int4(static_cast<const uint8_t*>(weight), static_cast<const bf16*>(scale), inputs, outputs,
+                          static_cast<Int4Record*>(packed), begin, end);
+            } else if (format == kInt8) {
+                pack_int8(static_cast<const int8_t*>(weight), inputs, outputs, static_cast<uint8_t*>(packed), begin,
+                          end);
+            } else {
+                pack_bf16(static_cast<const bf16*>(weight), inputs, outputs, static_cast<bf16*>(packed), begin, end);
+            }
         });
     });
 }
