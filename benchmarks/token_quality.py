@@ -1,154 +1,168 @@
 """What fewer visual tokens cost: accuracy on held-out scenes against the whole run, question by question.
 
-Every method answers the same questions about the same pictures, so differences are paired: a method's loss is the mean
-of (whole right - method right), with the 95 % interval of that mean.
+Every method answers the same questions about the same pictures, so differences are paired (see `paired.Loss`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import subprocess
+import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from vlmfast.options import REDUCERS, FastV, Reduce, Sampling, ToMe, Vision
-from vlmfast.train.answers import is_right
-from vlmfast.train.score import answered
+from held_out import HeldOut, Marks, WorkFile, marks
+from paired import losses
+from token_costs import decoder_flops, kv_bytes, layer_lengths, tower_flops
+
+from vlmfast.options import REDUCERS, FastV, Reduce, ToMe, Vision
+from vlmfast.prune.counts import merge_schedule, num_kept
 from vlmfast.vlm import VLM
+from vlmfast_models.config import ModelConfig
 
 SHARES = (0.75, 0.5, 0.25, 0.1)
 """Of the visual tokens (with ToMe: of the tower's patches that reach its last layer)."""
-_TEXT_KINDS = frozenset({"sign", "page"})
-_SEED = 20_260
-_ANSWER_TOKENS = 64
-_Z = 1.959964
+_FURTHER_SHARES = (0.5, 0.25)
+"""Of FastV at further layers."""
+TOME_HEADLINE = 0.34
+"""The share that 56 merges in each of 12 layers leave of 1,024 patches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to keep a share of the tokens."""
+    """One way to keep a share of the tokens; `vision` None is the whole run."""
 
     name: str
     keep: float
-    vision: Vision
+    vision: Vision | None
+
+    @property
+    def label(self) -> str:
+        """Names it among all; NaN is for a share that the picture or several steps decide."""
+        return self.name if math.isnan(self.keep) else f"{self.name} {self.keep:g}"
 
 
-def methods(num_tower_layers: int, fastv_layers: Sequence[int], shares: Sequence[float] = SHARES) -> list[Method]:
-    """Every method at every share; random controls beside them."""
-    found: list[Method] = []
-    for keep in shares:
-        found += [
-            Method(name=f"fastv@{layer}", keep=keep, vision=Vision(fastv=FastV(layer=layer, keep=keep)))
-            for layer in fastv_layers
-        ]
-        control = FastV(layer=fastv_layers[0], keep=keep, rank="random")
-        found.append(Method(name=f"fastv random@{fastv_layers[0]}", keep=keep, vision=Vision(fastv=control)))
-        found += [Method(name=name, keep=keep, vision=Vision(reduce=Reduce(name, keep=keep))) for name in REDUCERS]
-        share = 1 - keep ** (1 / num_tower_layers)  # of the patches of each layer
-        if share <= 0.5:
-            found.append(Method(name="tome", keep=keep, vision=Vision(tome=ToMe(r=share))))
-    return [
-        *found,
-        Method(name="diversity auto", keep=math.nan, vision=Vision(reduce=Reduce("diversity", keep="auto"))),
+WHOLE = Method(name="whole", keep=1.0, vision=None)
+
+
+def methods(config: ModelConfig, fastv_layers: Sequence[int], shares: Sequence[float] = SHARES) -> list[Method]:
+    """Every method at every share, those asked for most first; random controls beside them."""
+    first, *further = fastv_layers
+    found = [fastv(first, keep) for keep in shares]
+    found += [
+        Method(
+            name=f"fastv random@{first}", keep=keep, vision=Vision(fastv=FastV(layer=first, keep=keep, rank="random"))
+        )
+        for keep in shares
     ]
+    tome = sorted({*shares, TOME_HEADLINE}, reverse=True)
+    found += [Method(name="tome", keep=keep, vision=Vision(tome=tome_of(config, keep))) for keep in tome]
+    names = sorted(REDUCERS, key=lambda name: ("scope", "random", "merge", "diversity", "pool", "saliency").index(name))
+    found += [
+        Method(name=name, keep=keep, vision=Vision(reduce=Reduce(name, keep=keep))) for name in names for keep in shares
+    ]
+    found.append(Method(name="diversity auto", keep=math.nan, vision=Vision(reduce=Reduce("diversity", keep="auto"))))
+    found += [fastv(layer, keep) for layer in further for keep in _FURTHER_SHARES if keep in shares]
+    return [*found, _pyramid(config.text.num_layers)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """Points (100 = every answer) that a method loses on some questions, and half of the interval's width."""
-
-    points: float
-    half_width: float
-    accuracy: float
-    num_asked: int
-
-    @classmethod
-    def of(cls, whole: Sequence[bool], method: Sequence[bool]) -> Loss:
-        """Paired over the same questions."""
-        differences = [int(one) - int(other) for one, other in zip(whole, method, strict=True)]
-        count = len(differences)
-        mean = sum(differences) / max(count, 1)
-        variance = sum((value - mean) ** 2 for value in differences) / max(count - 1, 1)
-        return cls(
-            points=100 * mean,
-            half_width=100 * _Z * math.sqrt(variance / max(count, 1)),
-            accuracy=sum(method) / max(count, 1),
-            num_asked=count,
-        )
+def fastv(layer: int, keep: float) -> Method:
+    return Method(name=f"fastv@{layer}", keep=keep, vision=Vision(fastv=FastV(layer=layer, keep=keep)))
 
 
-def measure(vlm: VLM, chosen: Sequence[Method], num_scenes: int) -> list[dict[str, Any]]:
-    """A row of results for each method: its losses by kind, on text, and on all else."""
-    sampling = Sampling(max_new_tokens=_ANSWER_TOKENS)
-    texts: list[list[str]] = [[] for _ in chosen]
-    kept: list[list[float]] = [[] for _ in chosen]
-    tokens: list[list[int]] = [[] for _ in chosen]
-
-    def ask(picture: Any, prompt: str) -> str:
-        whole = vlm.describe(picture, prompt, sampling=sampling)
-        for method, told, shares, counts in zip(chosen, texts, kept, tokens, strict=True):
-            answer = vlm.describe(picture, prompt, sampling=sampling, vision=method.vision)
-            told.append(answer.text)
-            shares.append(answer.usage.visual_tokens_after / answer.usage.visual_tokens_before)
-            counts.append(answer.usage.visual_tokens_after)
-        return whole.text
-
-    asked = list(answered(ask, _SEED, num_scenes))
-    whole = [is_right(question.kind, question.expect, text) for question, text in asked]
-    kinds = [question.kind for question, _ in asked]
-    rows = []
-    for method, told, shares, counts in zip(chosen, texts, kept, tokens, strict=True):
-        right = [
-            is_right(question.kind, question.expect, text) for (question, _), text in zip(asked, told, strict=True)
-        ]
-        rows.append(
-            {
-                "method": method.name,
-                "keep": None if math.isnan(method.keep) else method.keep,
-                "visual_tokens": round(sum(counts) / max(len(counts), 1), 1),
-                "decoder_share": round(sum(shares) / max(len(shares), 1), 4),
-                **{name: _numbers(Loss.of(*pair)) for name, pair in _split(kinds, whole, right).items()},
-            }
-        )
-    return rows
+def tome_of(config: ModelConfig, keep: float) -> ToMe:
+    """As many merges in every layer as leave about this share of the patches."""
+    layers, patches = config.vision.num_run_layers, config.vision.num_positions - config.vision.class_token
+    return ToMe(r=max(1, round(patches * (1 - keep) / layers)))
 
 
-def _split(
-    kinds: Sequence[str], whole: Sequence[bool], right: Sequence[bool]
-) -> Mapping[str, tuple[list[bool], list[bool]]]:
-    """The paired answers of each kind, of the kinds that read text, and of all others."""
-
-    def of(chosen: Iterable[str]) -> tuple[list[bool], list[bool]]:
-        wanted = set(chosen)
-        picked = [(one, other) for kind, one, other in zip(kinds, whole, right, strict=True) if kind in wanted]
-        return [one for one, _ in picked], [other for _, other in picked]
-
-    present = sorted(set(kinds))
-    groups = {"off_text": [kind for kind in present if kind not in _TEXT_KINDS], "text": _TEXT_KINDS}
-    return {**{name: of(members) for name, members in groups.items()}, **{kind: of([kind]) for kind in present}}
+def _pyramid(num_layers: int) -> Method:
+    """PyramidDrop's halving at each quarter of the decoder, at FastV's positions."""
+    first, second, third = (max(number, num_layers * number // 4) for number in (1, 2, 3))
+    steps = FastV(layer=first, keep=0.5, then=((second, 0.25), (third, 0.125)))
+    return Method(name="fastv pyramid", keep=math.nan, vision=Vision(fastv=steps))
 
 
-def _numbers(loss: Loss) -> dict[str, float]:
+def measure(
+    vlm: VLM, chosen: Sequence[Method], held_out: HeldOut, work: WorkFile, weights: str, *, only_estimate: bool = False
+) -> list[dict[str, Any]]:
+    """A row of results for each method: its losses by kind, on text, and on all else; and what it costs.
+
+    The first block of every method tells how long all will take; with `only_estimate` that is all.
+    """
+    chosen = [WHOLE, *(method for method in chosen if method.vision is not None)]
+    seconds = {method.label: _of_block(vlm, method, held_out, work, weights, 0).seconds for method in chosen}
+    num_blocks = len(held_out.blocks)
+    _say(f"{len(held_out.kinds)} questions, {len(chosen)} ways; a question in ms:")
+    for label, one in seconds.items():
+        _say(f"  {label:24} {1e3 * one / len(held_out.blocks[0]):6.1f}")
+    _say(f"all of it takes about {sum(seconds.values()) * num_blocks / 60:.0f} minutes")
+    if only_estimate:
+        return []
+    started = time.perf_counter()
+    found: dict[str, list[Marks]] = {}
+    for index, method in enumerate(chosen):
+        found[method.label] = [_of_block(vlm, method, held_out, work, weights, block) for block in range(num_blocks)]
+        left = sum(seconds[later.label] for later in chosen[index + 1 :]) * num_blocks / 60
+        _say(f"{method.label}: done after {(time.perf_counter() - started) / 60:.1f} minutes, about {left:.0f} left")
+    whole = found[WHOLE.label]
+    return [_row(vlm, method, held_out.kinds, whole, found[method.label]) for method in chosen]
+
+
+def _of_block(vlm: VLM, method: Method, held_out: HeldOut, work: WorkFile, weights: str, block: int) -> Marks:
+    name = held_out.name(block)
+    key = f"{method.label} {method.vision}"
+    known = work.get(weights, key, name)
+    if known is None:
+        known = marks(vlm, held_out.blocks[block], method.vision)
+        work.put(weights, key, name, known)
+    return known
+
+
+def _row(
+    vlm: VLM, method: Method, kinds: Sequence[str], whole: Sequence[Marks], blocks: Sequence[Marks]
+) -> dict[str, Any]:
+    right, right_whole = ([mark for block in side for mark in block.right] for side in (blocks, whole))
+    credits, credits_whole = ([value for block in side for value in block.credits] for side in (blocks, whole))
+    count = max(len(kinds), 1)
+    means = {name: sum(block.sums[name] for block in blocks) / count for name in blocks[0].sums}
+    before = sum(block.sums["visual_tokens_before"] for block in whole) / count
+    config = vlm.checkpoint.config
+    lengths = _lengths(config, means, method.vision)
+    prompt = sum(block.sums["prompt_tokens"] for block in whole) / count
+    plain = layer_lengths(config.text.num_layers, prompt, before)
+    merges = merge_schedule(
+        method.vision.tome if method.vision else None,
+        config.vision.num_run_layers,
+        config.vision.num_positions,
+        int(config.vision.class_token),
+    )
+    texts = max(len(credits), 1)
     return {
-        "points_lost": round(loss.points, 2),
-        "half_width": round(loss.half_width, 2),
-        "accuracy": round(loss.accuracy, 4),
-        "asked": loss.num_asked,
+        "method": method.name,
+        "keep": None if math.isnan(method.keep) else method.keep,
+        "visual_tokens": round(means["visual_tokens"], 1),
+        "visual_tokens_after": round(means["visual_tokens_after"], 1),
+        "decoder_share": round(1 - (sum(plain) - sum(lengths)) / (len(plain) * before), 4) if before else 1.0,
+        "prefill_gflop": round(decoder_flops(config.text, lengths) / 1e9, 3),
+        "prefill_flops_x": round(decoder_flops(config.text, plain) / decoder_flops(config.text, lengths), 3),
+        "encoder_flops_x": round(tower_flops(config.vision) / tower_flops(config.vision, merges), 3),
+        "kv_bytes": kv_bytes(config.text, lengths, vlm.dtype.itemsize),
+        "text_words": {
+            "share": round(sum(credits) / texts, 4),
+            "lost": round(sum(credits_whole) / texts - sum(credits) / texts, 4),
+        },
+        **{name: loss.numbers() for name, loss in losses(kinds, right_whole, right).items()},
     }
 
 
-def stamp(folder: Path) -> dict[str, Any]:
-    """What the figures belong to: the commit and the weights."""
-    weights = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        weights.update(file.read_bytes())
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    )
-    return {"commit": head.stdout.strip(), "weights_sha256": weights.hexdigest()}
+def _lengths(config: ModelConfig, means: Mapping[str, float], vision: Vision | None) -> list[float]:
+    """Tokens in each decoder layer, on average."""
+    steps = vision.fastv.steps if vision and vision.fastv else ()
+    visual = means["visual_tokens"]
+    kept = [(layer, float(num_kept(keep, round(visual)))) for layer, keep in steps]
+    return layer_lengths(config.text.num_layers, means["prompt_tokens"], visual, kept)
 
 
 def points_lost(rows: Iterable[Mapping[str, Any]], method: str, keep: float) -> float | None:
@@ -157,3 +171,7 @@ def points_lost(rows: Iterable[Mapping[str, Any]], method: str, keep: float) -> 
         if row["method"] == method and row["keep"] == keep:
             return float(row["off_text"]["points_lost"])
     return None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

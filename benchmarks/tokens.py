@@ -1,14 +1,20 @@
 """Fewer visual tokens: what each method saves and what it costs in quality.
 
     python benchmarks/tokens.py [--quick] [--json] [--threads N]      speed, and the committed quality table
-    python benchmarks/tokens.py --full [--scenes N] [--fastv-layers 2,4]   answers every scene in every way (hours)
+    python benchmarks/tokens.py --save           the same on all points, into assets/results/tokens.json
+    python benchmarks/tokens.py --full [--questions N] [--methods NAME,NAME] [--fastv-layers 2,4] [--estimate]
+                                                 answers held-out questions in every way, into the same file
 
-Speed is ours against ours, on the shape of SmolVLM-256M, bfloat16, batch 1. `fastv50_prefill_x`: the decoder's pass
-over a prompt with 576 visual tokens (nine tiles; five with --quick) of a known picture, whole over FastV at layer 2
-with half of them; `fastv50_first_token_x`: the first token of a new picture, where the encoder dominates.
-`tome_encoder_x`: the tower on one tile of 1,024 patches, whole over ToMe merging 56 in each of 12 layers.
-Quality (`*_points_lost`: off text, on the bundled model) is read from assets/results/tokens.json, which --full writes;
---quick also answers a few scenes, to see that it runs.
+Speed is ours against ours, bfloat16, batch 1 (see token_speed.py). `fastv50_prefill_x`: the decoder's pass over a
+prompt with 576 visual tokens of a known picture (SmolVLM-256M's shape; five tiles with --quick), whole over FastV at
+layer 2 with half of them; `llava_fastv50_prefill_x`: the same on LLaVA's shape. `tome_encoder_x`: the tower on one tile
+of 1,024 patches, whole over ToMe merging 56 in each of 12 layers. `score_share`: FastV's ranking, of the prefill.
+`*_points_lost` (off text) are read from assets/results/tokens.json, and null where that was made with other weights.
+
+--full tells after one block how long it will take, and goes on where it was stopped: marks are kept below runs/.
+--estimate stops there. Processes may share that folder, each with --methods of its own; a run of all then collects what
+they found. --methods names rows to make (fastv@2, tome, scope, ...); rows of the file that were made with
+the same weights and questions are kept. Then `python benchmarks/token_table.py` writes docs/tokens.md and the plot.
 """
 
 from __future__ import annotations
@@ -16,183 +22,212 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
-from side_by_side import Options, Summary, alternate, environment, parse_options, prepare
+from side_by_side import Options, environment, parse_options, prepare
 
 if TYPE_CHECKING:
-    from vlmfast import Vision
-    from vlmfast.types import Answer
     from vlmfast.vlm import VLM
 
-_RESULTS = Path(__file__).resolve().parents[1] / "assets" / "results" / "tokens.json"
-_QUESTION = "What is in the picture?"
-_FASTV_LAYER, _TOME_R = 2, 56
-_QUICK_SCENES, _FULL_SCENES = 3, 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """A ratio with what it came from, in milliseconds."""
-
-    key: str
-    title: str
-    reduced: Summary
-    whole: Summary
-
-    @property
-    def ratio(self) -> float:
-        return self.whole.median / self.reduced.median
+_ROOT = Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "assets" / "results" / "tokens.json"
+_FULL_QUESTIONS = 5000
+_TIMED = ("prefill_ms", "known_first_token_ms", "encoder_ms", "new_first_token_ms")
 
 
 def main() -> None:
     """Runs the command line."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--full", action="store_true")
-    own.add_argument("--scenes", type=int, metavar="N")
-    own.add_argument("--fastv-layers", default=str(_FASTV_LAYER), metavar="L,L")
+    own.add_argument("--save", action="store_true")
+    own.add_argument("--estimate", action="store_true")
+    own.add_argument("--questions", type=int, default=_FULL_QUESTIONS, metavar="N")
+    own.add_argument("--methods", metavar="NAME,NAME")
+    own.add_argument("--fastv-layers", default="2,4", metavar="L,L")
+    own.add_argument("--checkpoint", type=Path, metavar="FOLDER")
+    own.add_argument("--work", type=Path, metavar="FOLDER", default=_ROOT / "runs" / "tokens")
     asked, others = own.parse_known_args()
     options = parse_options("Fewer visual tokens: speed and quality.", others)
     prepare(options)
-    layers = [int(layer) for layer in asked.fastv_layers.split(",")]
-    if asked.full:
-        table = _quality(options, asked.scenes or _FULL_SCENES, layers)
-        _RESULTS.parent.mkdir(exist_ok=True)
-        _RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-    elif asked.scenes or options.quick:
-        table = _quality(options, asked.scenes or _QUICK_SCENES, layers)
-    else:
-        table = _committed()
-    timings = [] if asked.full else _timings(options)
-    _report(timings, table, options)
-
-
-def _committed() -> dict[str, Any]:
-    return json.loads(_RESULTS.read_text(encoding="utf-8")) if _RESULTS.is_file() else {}
-
-
-def _timings(options: Options) -> list[Timing]:
-    from contenders import fresh_picture, smolvlm_checkpoint, variant
-
-    from vlmfast import VLM, FastV, ToMe, Vision
-    from vlmfast.options import Caching
-
-    rounds = options.rounds or (2 if options.quick else 9)
-    edge, size = (1024, (1024, 1024)) if options.quick else (2048, (1280, 640))
-    checkpoint = smolvlm_checkpoint(options.cache)
-    known = Caching(features_disk_bytes=0, prefix_ram_bytes=0)
-    tiled = variant(checkpoint, options.cache / f"smolvlm-256m-{edge}", longest_edge=edge)
-    vlm = VLM.from_pretrained(tiled, device="cpu", dtype="bfloat16", caching=known)
-    fastv = Vision(fastv=FastV(layer=_FASTV_LAYER, keep=0.5))
-    picture = fresh_picture(0, size)
-    _verify(vlm, picture, fastv)
-    tokens = f"{_ask(vlm, picture, None).usage.visual_tokens} visual tokens"
-    timings = [
-        _timing(
-            "fastv50_prefill_x",
-            f"prefill, {tokens}, FastV 50 %",
-            lambda vision, index: _ask(vlm, picture, vision).timings.prefill_ms,
-            fastv,
-            rounds,
-        )
-    ]
-    if not options.quick:
-        fresh = VLM.from_pretrained(tiled, device="cpu", dtype="bfloat16", caching=False)
-        timings.append(
-            _timing(
-                "fastv50_first_token_x",
-                f"first token of a new picture, {tokens}, FastV 50 %",
-                lambda vision, index: _ask(fresh, fresh_picture(index, size), vision).timings.first_token_ms,
-                fastv,
-                3,
-            )
-        )
-    one = variant(checkpoint, options.cache / "smolvlm-256m-512", longest_edge=512)
-    tower = VLM.from_pretrained(one, device="cpu", dtype="bfloat16", caching=False)
-    tome = Vision(tome=ToMe(r=_TOME_R))
-    timings.append(
-        _timing(
-            "tome_encoder_x",
-            f"encoder, one tile, ToMe r={_TOME_R}",
-            lambda vision, index: _ask(tower, fresh_picture(index), vision).timings.encode_ms,
-            tome,
-            rounds,
-        )
-    )
-    return timings
-
-
-def _timing(key: str, title: str, sample: Callable[[Vision | None, int], float], vision: Vision, rounds: int) -> Timing:
-    reduced, whole = alternate(
-        lambda index: sample(vision, index), lambda index: sample(None, index), rounds=rounds, first=1
-    )
-    return Timing(key=key, title=title, reduced=reduced, whole=whole)
-
-
-def _ask(vlm: VLM, picture: Any, vision: Vision | None, num_tokens: int = 1) -> Answer:
-    from vlmfast import Sampling
-
-    return vlm.describe(picture, _QUESTION, sampling=Sampling(max_new_tokens=num_tokens), vision=vision)
-
-
-def _verify(vlm: VLM, picture: Any, fastv: Vision) -> None:
-    """Half of the tokens reach the last layer, and keeping all is the plain run."""
-    from vlmfast import FastV, Vision
-
-    usage = _ask(vlm, picture, fastv).usage
-    assert usage.visual_tokens_after == round(usage.visual_tokens / 2)
-    whole = _ask(vlm, picture, Vision(fastv=FastV(layer=_FASTV_LAYER, keep=1.0)), 8)
-    assert whole.token_ids == _ask(vlm, picture, None, 8).token_ids
-
-
-def _quality(options: Options, num_scenes: int, fastv_layers: list[int]) -> dict[str, Any]:
-    import token_quality
-
-    from vlmfast import VLM
     from vlmfast.checkpoint import bundled_model
-    from vlmfast.options import Caching
 
-    folder = options.pocket or bundled_model()
-    vlm = VLM.from_pretrained(folder, device="cpu", caching=Caching(features_disk_bytes=0, prefix_ram_bytes=0))
-    shares = (0.5,) if options.quick else token_quality.SHARES
-    chosen = token_quality.methods(vlm.checkpoint.config.vision.num_run_layers, fastv_layers, shares)
-    rows = token_quality.measure(vlm, chosen, num_scenes)
-    return {**token_quality.stamp(folder), "scenes": num_scenes, "fastv_layers": fastv_layers, "rows": rows}
-
-
-def _report(timings: list[Timing], quality: dict[str, Any], options: Options) -> None:
-    from token_quality import points_lost
-
-    console = Console(stderr=options.json)
-    if timings:
-        table = Table("", "whole ms", "reduced ms", "ratio")
-        for row in timings:
-            table.add_row(row.title, f"{row.whole.median:.1f}", f"{row.reduced.median:.1f}", f"{row.ratio:.2f}x")
-        console.print(table)
-    rows = quality.get("rows", [])
-    if rows:
-        table = Table("method", "keep", "points lost off text", "on text", title=f"{quality['scenes']} scenes")
-        for row in rows:
-            lost = [f"{row[name]['points_lost']:+.1f} ± {row[name]['half_width']:.1f}" for name in ("off_text", "text")]
-            table.add_row(row["method"], str(row["keep"] or f"{row['decoder_share']:.2f}"), *lost)
-        console.print(table)
+    folder = asked.checkpoint or options.pocket or bundled_model()
+    if asked.full or asked.estimate:
+        quality = _quality(folder, asked)
+        if asked.full:
+            save({"quality": quality})
+        _report_quality(quality, options)
+        return
+    speed = _speed(options)
+    if asked.save:
+        save({"speed": speed})
+    quality = committed(folder)
+    _report_speed(speed, options)
+    _report_quality(quality, options)
     if options.json:
-        committed = _committed()
-        rows, layer = committed.get("rows", []), committed.get("fastv_layers", [_FASTV_LAYER])[0]
-        lost = {
-            "fastv50_points_lost": points_lost(rows, f"fastv@{layer}", 0.5),
-            "fastv25_points_lost": points_lost(rows, f"fastv@{layer}", 0.25),
-            "random25_points_lost": points_lost(rows, f"fastv random@{layer}", 0.25),
-            "tome_points_lost": points_lost(rows, "tome", 0.5),
-        }
-        values: dict[str, Any] = {row.key: round(row.ratio, 3) for row in timings}
-        json.dump({**values, **lost, "fastv_layer": layer, **environment()}, sys.stdout)
+        json.dump({**_headlines(speed), **lost(quality), **environment()}, sys.stdout)
         print()
+
+
+def save(part: dict[str, Any]) -> None:
+    """Replaces a part of the committed results."""
+    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps({**known, **part}, indent=1) + "\n", encoding="utf-8")
+
+
+def committed(folder: Path) -> dict[str, Any]:
+    """The quality part of the committed results if these weights made it; empty otherwise."""
+    from paired import stamp
+
+    if not RESULTS.is_file():
+        return {}
+    quality: dict[str, Any] = json.loads(RESULTS.read_text(encoding="utf-8")).get("quality", {})
+    return quality if quality.get("weights_sha256") == stamp(folder)["weights_sha256"] else {}
+
+
+def lost(quality: dict[str, Any]) -> dict[str, Any]:
+    """The headline losses of a quality table, with a note where there is none of these weights."""
+    from token_quality import TOME_HEADLINE, points_lost
+
+    rows, layer = quality.get("rows", []), quality.get("fastv_layers", [2])[0]
+    found: dict[str, Any] = {
+        "fastv50_points_lost": points_lost(rows, f"fastv@{layer}", 0.5),
+        "fastv25_points_lost": points_lost(rows, f"fastv@{layer}", 0.25),
+        "random25_points_lost": points_lost(rows, f"fastv random@{layer}", 0.25),
+        "tome_points_lost": points_lost(rows, "tome", TOME_HEADLINE),
+        "fastv_layer": layer,
+    }
+    if not rows:
+        found["note"] = "no full run of these weights in assets/results/tokens.json; make it with --full"
+    return found
+
+
+def _quality(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
+    import held_out
+    import token_quality
+    from paired import stamp
+
+    layers = [int(layer) for layer in asked.fastv_layers.split(",")]
+    vlm = held_out.load(folder)
+    chosen = token_quality.methods(vlm.checkpoint.config, layers)
+    if asked.methods:
+        names = asked.methods.split(",")
+        known = sorted({method.name for method in chosen})
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            sys.exit(f"no method {', '.join(unknown)}; there are {', '.join(known)}")
+        chosen = [method for method in chosen if method.name in names]
+    made = stamp(folder)
+    questions = held_out.HeldOut(vlm, asked.questions)
+    work = held_out.WorkFile(asked.work / "answers.jsonl")
+    rows = token_quality.measure(
+        vlm, chosen, questions, work, made["weights_sha256"], only_estimate=asked.estimate and not asked.full
+    )
+    named = held_out.names_digest(questions)
+    quality = {**made, "questions": len(questions.kinds), "questions_id": named, "fastv_layers": layers}
+    kept = committed(folder) if asked.methods else {}
+    if kept.get("questions_id") == named:
+        new = {(row["method"], row["keep"]) for row in rows}
+        rows = [*(row for row in kept["rows"] if (row["method"], row["keep"]) not in new), *rows]
+        rows.sort(key=lambda row: row["method"] != "whole")
+    return {**quality, "rows": rows}
+
+
+def _speed(options: Options) -> dict[str, Any]:
+    import token_speed
+    from contenders import fresh_picture
+    from paired import stamp
+
+    rounds = options.rounds or (2 if options.quick else 7)
+    ways = token_speed.ways(token_speed.TOME_R)
+    edge, size = (1024, (1024, 1024)) if options.quick else (2048, (1280, 640))
+    if options.quick:
+        ways = [way for way in ways if way.name in ("whole", "fastv 0.5")]
+    speed: dict[str, Any] = {"commit": stamp(options.cache)["commit"], "machine": environment(), "rounds": rounds}
+    vlm = token_speed.loaded(token_speed.tiled_checkpoint(options.cache, edge))
+    speed["shape256m"] = token_speed.table(vlm, ways, size, rounds=rounds, new_rounds=0 if options.quick else 3)
+    speed["score"] = token_speed.score_share(vlm, fresh_picture(0, size), rounds=rounds)
+    speed["tome_encoder"] = _one_tile_encoder(
+        token_speed.loaded(token_speed.tiled_checkpoint(options.cache, 512)), rounds
+    )
+    if not options.quick:
+        ways = [way for way in token_speed.ways(0) if "tome" not in way.name]
+        ways.append(token_speed.Way(name="tome r=32", vision=_tome(32)))
+        llava = token_speed.loaded(token_speed.llava_checkpoint(options.cache))
+        speed["llava"] = token_speed.table(llava, ways, (640, 480), rounds=rounds, new_rounds=3)
+        speed["llava_score"] = token_speed.score_share(llava, fresh_picture(0), rounds=rounds)
+    return speed
+
+
+def _tome(r: int) -> Any:
+    from vlmfast import ToMe, Vision
+
+    return Vision(tome=ToMe(r=r))
+
+
+def _one_tile_encoder(vlm: VLM, rounds: int) -> dict[str, float]:
+    """The tower on one tile, whole and merging; a new picture each time."""
+    import token_speed
+    from contenders import fresh_picture
+
+    ways = [token_speed.WHOLE, token_speed.Way(name="tome", vision=_tome(token_speed.TOME_R))]
+
+    def encode_ms(way: token_speed.Way, turn: int) -> float:
+        picture = fresh_picture(2 * turn + (way.name == "tome"))
+        return token_speed.answer(vlm, picture, way.vision).timings.encode_ms
+
+    found = token_speed.medians(encode_ms, ways, rounds)
+    ratio = found["whole"] / found["tome"]
+    return {"whole_ms": round(found["whole"], 2), "tome_ms": round(found["tome"], 2), "encoder_x": round(ratio, 3)}
+
+
+def _headlines(speed: dict[str, Any]) -> dict[str, Any]:
+    def ratio(shape: str, way: str, name: str) -> float | None:
+        return next((row.get(name) for row in speed.get(shape, []) if row["way"] == way), None)
+
+    return {
+        "fastv50_prefill_x": ratio("shape256m", "fastv 0.5", "prefill_x"),
+        "fastv50_first_token_x": ratio("shape256m", "fastv 0.5", "new_first_token_x"),
+        "llava_fastv50_prefill_x": ratio("llava", "fastv 0.5", "prefill_x"),
+        "llava_fastv50_first_token_x": ratio("llava", "fastv 0.5", "new_first_token_x"),
+        "tome_encoder_x": speed["tome_encoder"]["encoder_x"],
+        "score_share": speed["score"]["score_share"],
+    }
+
+
+def _report_speed(speed: dict[str, Any], options: Options) -> None:
+    console = Console(stderr=options.json)
+    for shape in ("shape256m", "llava"):
+        if not speed.get(shape):
+            continue
+        table = Table(
+            "", *(name.removesuffix("_ms").replace("_", " ") for name in _TIMED), "GFLOP", "KV MB", title=shape
+        )
+        for row in speed[shape]:
+            cells = [f"{row[name]:.0f} ({row[name[:-3] + '_x']:.2f}x)" if name in row else "" for name in _TIMED]
+            table.add_row(row["way"], *cells, f"{row['prefill_gflop']:.0f}", f"{row['kv_bytes'] / 1e6:.1f}")
+        console.print(table)
+    console.print(f"encoder, one tile, ToMe r=56: {speed['tome_encoder']['encoder_x']:.2f}x")
+    console.print(f"FastV's ranking: {speed['score']['score_share']:.2%} of the prefill")
+
+
+def _report_quality(quality: dict[str, Any], options: Options) -> None:
+    console = Console(stderr=options.json)
+    rows = quality.get("rows", [])
+    if not rows:
+        return
+    table = Table(
+        "method", "keep", "prefill FLOPs", "points lost off text", "on text", title=f"{quality['questions']} questions"
+    )
+    for row in rows:
+        losses = [f"{row[name]['points_lost']:+.1f} ± {row[name]['half_width']:.1f}" for name in ("off_text", "text")]
+        keep = row["keep"] if row["keep"] is not None else f"{row['decoder_share']:.2f}"
+        table.add_row(row["method"], str(keep), f"{row['prefill_flops_x']:.2f}x", *losses)
+    console.print(table)
 
 
 if __name__ == "__main__":
