@@ -75,6 +75,7 @@ class Options:
     wait_policy: str | None
     cache: Path
     pocket: Path | None
+    draft_model: Path | None = None
 
 
 def parse_options(description: str, arguments: Sequence[str] | None = None) -> Options:
@@ -94,6 +95,9 @@ def parse_options(description: str, arguments: Sequence[str] | None = None) -> O
         "--cache", type=Path, default=root / "runs" / "bench", help="folder for random checkpoints (about 650 MB)"
     )
     parser.add_argument("--pocket", type=Path, metavar="FOLDER", help="stand-in for the bundled model")
+    parser.add_argument(
+        "--draft-model", type=Path, metavar="FOLDER", help="smaller checkpoint to draft with (speculate.py only)"
+    )
     return Options(**vars(parser.parse_args(arguments)))
 
 

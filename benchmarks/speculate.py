@@ -1,15 +1,20 @@
 """Decoding with drafts against our own plain decoding: the bundled model, one process, the same pictures.
 
-    python benchmarks/speculate.py [--quick] [--json] [--threads N] [--pocket FOLDER]
+    python benchmarks/speculate.py [--quick] [--json] [--threads N] [--pocket FOLDER] [--draft-model FOLDER]
 
-A ratio is plain over drafting, of the median milliseconds a token after the first of an answer; above 1, drafting is
-faster. Captions and chats are the model's own answers, to new scenes every round. Pages are given texts: the decoder
-computes every pass, and then the token of the text is taken, since the bundled model writes no long texts.
+A ratio is plain over drafting, of the milliseconds a token after the first of an answer, taken in each round and then
+the median; above 1, drafting is faster. Captions and chats are the model's own answers, to new scenes every round.
+Pages are given texts: the decoder computes every pass, and then the token of the text is taken, since the bundled
+model writes no long texts.
 
     suffix_x      captions, "auto"                       suffix_chat_x   the same asked again in a chat
     lookup_x      a receipt: lines that repeat parts     worst_case_x    random words: nothing can be drafted
     *_batch_4/8   captions, so many at a time            *_drawn         temperature 1
-    *_total_x     whole answers instead of tokens after the first
+    *_known       pictures that were asked about before  *_total_x       whole answers, not tokens after the first
+    chain_x, tree_x    suffix drafts of the job alone, as one chain or with a branch for every source that goes on
+    draft_model_x      captions, drafts of `--draft-model` (null without one), draft_model_worst_x random words
+
+Look-ahead decoding has a script of its own, lookahead.py.
 
 Before anything is timed, plain and drafting must give the same tokens: in float32, on captions, chats and pages, and
 drawn ones with a seed. `identical` says so. In bfloat16 wider passes round otherwise: `bf16_differing` counts answers.
@@ -24,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -49,12 +54,10 @@ class Measured:
     title: str
     drafting: Summary
     plain: Summary
+    ratio: float
+    """Median of the rounds' ratios: a slow spell of the machine meets both sides of a round."""
     answers: list[Answer] = field(repr=False)
     """Those of the drafting side."""
-
-    @property
-    def ratio(self) -> float:
-        return self.plain.median / self.drafting.median
 
     @property
     def tokens_per_pass(self) -> float:
@@ -106,7 +109,7 @@ def random_ids(rng: random.Random, vocab_size: int) -> list[int]:
     return [rng.randrange(vocab_size // 4, vocab_size) for _ in range(_PAGE_TOKENS)]
 
 
-def _scene(index: int) -> Any:
+def scene(index: int) -> Any:
     from vlmfast.train.render import render
     from vlmfast.train.scenes import sample_scene
 
@@ -127,10 +130,21 @@ class Bench:
     rounds: int
     num_pictures: int
     rows: list[Measured] = field(default_factory=list)
+    others: dict[str, VLM] = field(default_factory=dict)
+    """Further models that drafted, whose acceptance is told."""
 
-    def row(self, key: str, title: str, ask: Callable[[VLM, int], list[Answer]], *, total: bool = False) -> None:
+    def row(
+        self,
+        key: str,
+        title: str,
+        ask: Callable[[VLM, int], list[Answer]],
+        *,
+        total: bool = False,
+        least_rounds: int = 1,
+    ) -> None:
         """Times `ask(vlm, round)` on both sides by turns: milliseconds a token, or with `total` of all it takes."""
         answers: list[Answer] = []
+        samples: dict[bool, dict[int, float]] = {True: {}, False: {}}
 
         def sample(vlm: VLM, index: int) -> float:
             started = time.perf_counter()
@@ -138,28 +152,40 @@ class Bench:
             ms = (time.perf_counter() - started) * 1e3
             if vlm is self.drafting:
                 answers.extend(found)
-            return ms if total else _token_ms(found)
+            ms = ms if total else _token_ms(found)
+            samples[vlm is self.drafting][index] = ms
+            return ms
 
+        rounds = max(self.rounds, least_rounds)
         times = alternate(
-            lambda index: sample(self.drafting, index), lambda index: sample(self.plain, index), rounds=self.rounds
+            lambda index: sample(self.drafting, index), lambda index: sample(self.plain, index), rounds=rounds
         )
-        self.rows.append(Measured(key=key, title=title, drafting=times[0], plain=times[1], answers=answers))
+        pairs = [samples[False][index] / samples[True][index] for index in sorted(samples[True])[-rounds:]]
+        ratio = statistics.median(pairs)
+        self.rows.append(
+            Measured(key=key, title=title, drafting=times[0], plain=times[1], ratio=ratio, answers=answers)
+        )
+
+    def against(self, name: str, drafting: VLM) -> Bench:
+        """The same with another model on the drafting side; its rows come to the same table."""
+        self.others[name] = drafting
+        return replace(self, drafting=drafting)
 
     def captions(self, vlm: VLM, first: int, sampling: Sampling | None = None) -> list[Answer]:
         """New scenes, one after the other."""
         scenes = range(first * self.num_pictures, (first + 1) * self.num_pictures)
-        return [vlm.describe(_scene(index), _PROMPT, sampling=sampling) for index in scenes]
+        return [vlm.describe(scene(index), _PROMPT, sampling=sampling) for index in scenes]
 
     def batch(self, vlm: VLM, first: int, size: int) -> list[Answer]:
         """New scenes, several at a time."""
-        streams = [vlm.stream(_scene(first * size + index), _PROMPT) for index in range(size)]
+        streams = [vlm.stream(scene(first * size + index), _PROMPT) for index in range(size)]
         answers = [list(stream)[-1].answer for stream in streams]
         assert all(answers)
         return answers  # type: ignore[return-value]
 
     def chat(self, vlm: VLM, first: int) -> list[Answer]:
         """A question and then the same again, which the first answer helps with."""
-        chat = vlm.chat(_scene(first))
+        chat = vlm.chat(scene(first))
         return [chat.ask(_PROMPT) for _ in range(3)][1:]
 
     def page(self, vlm: VLM, ids: Sequence[int]) -> list[Answer]:
@@ -167,7 +193,7 @@ class Bench:
         from vlmfast.options import Sampling
 
         with Script(ids[:_PAGE_TOKENS], next(iter(vlm.checkpoint.eos_token_ids)))():
-            return [vlm.describe(_scene(5), "What does the sign say?", sampling=Sampling(max_new_tokens=512))]
+            return [vlm.describe(scene(5), "What does the sign say?", sampling=Sampling(max_new_tokens=512))]
 
     def receipt_ids(self, index: int) -> list[int]:
         text = receipt(random.Random(index))
@@ -177,7 +203,32 @@ class Bench:
         return random_ids(random.Random(index), self.plain.checkpoint.config.text.vocab_size)
 
 
-def _load(folder: Any, speculation: str, dtype: str, **options: Any) -> VLM:
+def branching(vlm: VLM, *, branches: bool) -> None:
+    """Lets a model draft from the job's earlier answers and the request alone: a chain, or a tree of all they offer."""
+    from vlmfast.spec.suffix import SuffixDrafter
+    from vlmfast.spec.tree import ROOT, DraftTree
+
+    class Branching(SuffixDrafter):
+        def propose(self, context: Sequence[int], budget: int) -> DraftTree:
+            chain = super().propose(context, budget)
+            nodes: dict[tuple[int, ...], int] = {}
+            parents: list[int] = []
+            for cursor in sorted(self._cursors, key=lambda one: -one.length):
+                found = cursor.automaton.continuation(cursor.state, 2 * cursor.length, 0.1) if cursor.length else []
+                for end in range(1, len(self._cut(found)) + 1):
+                    path = tuple(found[:end])
+                    if path not in nodes and len(nodes) < budget:
+                        parents.append(nodes.get(path[:-1], ROOT))
+                        nodes[path] = len(nodes)
+            return DraftTree(tokens=tuple(path[-1] for path in nodes), parents=tuple(parents), origin=chain.origin)
+
+    kind = Branching if branches else SuffixDrafter
+    speculator = vlm._speculator
+    ends = vlm.checkpoint.eos_token_ids
+    speculator._drafters = lambda: [kind(speculator._memory.sources("", ()), ends=ends)]
+
+
+def _load(folder: Any, speculation: Any, dtype: str, **options: Any) -> VLM:
     from vlmfast.vlm import VLM
 
     return VLM.from_pretrained(folder, dtype=dtype, speculation=speculation, **options)
@@ -195,16 +246,29 @@ def verify(options: Options, num_pictures: int) -> dict[str, Any]:
     differing = {}
     for dtype in ("float32", "bfloat16"):
         sides = []
-        for speculation in ("off", "auto"):
-            vlm = _load(options.pocket, speculation, dtype, caching=False)
+        for speculation in ("off", "auto", "tree", *(["model"] if options.draft_model else [])):
+            vlm = _load(options.pocket, _drafting(options, speculation), dtype, caching=False)
+            if speculation == "tree":
+                branching(vlm, branches=True)
             bench = Bench(plain=vlm, drafting=vlm, rounds=0, num_pictures=num_pictures)
             answers = [*bench.captions(vlm, 0), *bench.captions(vlm, 0), *bench.captions(vlm, 0, drawn)]
             answers += [*bench.batch(vlm, 0, 4), *bench.chat(vlm, 0), *bench.page(vlm, bench.receipt_ids(0))]
             sides.append([answer.token_ids for answer in answers])
-        differing[dtype] = sum(one != two for one, two in zip(*sides, strict=True))
+        plain, *others = sides
+        differing[dtype] = sum(one != two for other in others for one, two in zip(plain, other, strict=True))
         if dtype == "float32" and differing[dtype]:
             sys.exit(f"{differing[dtype]} of {len(sides[0])} answers differ from the plain run in float32")
-    return {"identical": True, "compared": len(sides[0]), "bf16_differing": differing["bfloat16"]}
+    compared = len(sides[0]) * (len(sides) - 1)
+    return {"identical": True, "compared": compared, "bf16_differing": differing["bfloat16"]}
+
+
+def _drafting(options: Options, name: str) -> Any:
+    """How to draft: a drafter by name, with the model that was given for "model"."""
+    from vlmfast.spec.options import Speculation
+
+    if name == "model":
+        return Speculation(drafter="model", draft_model=options.draft_model)
+    return "auto" if name == "tree" else name
 
 
 def measure(options: Options) -> Bench:
@@ -216,12 +280,30 @@ def measure(options: Options) -> Bench:
     plain, drafting = (_load(options.pocket, name, "bfloat16", caching=False) for name in ("off", "auto"))
     bench = Bench(plain=plain, drafting=drafting, rounds=rounds, num_pictures=num_pictures)
     bench.captions(drafting, 1000)  # the job has begun
+
+    def worst(vlm: VLM, index: int) -> list[Answer]:
+        return bench.page(vlm, bench.random_ids(index))
+
     bench.row("suffix_x", "captions", bench.captions)
     bench.row("lookup_x", "receipt (given text)", lambda vlm, index: bench.page(vlm, bench.receipt_ids(index)))
-    bench.row("worst_case_x", "random words (given)", lambda vlm, index: bench.page(vlm, bench.random_ids(index)))
+    bench.row("worst_case_x", "random words (given)", worst, least_rounds=6)
     bench.row("suffix_chat_x", "same question again in a chat", bench.chat)
+    if options.draft_model is not None:
+        model = bench.against("model", _load(options.pocket, _drafting(options, "model"), "bfloat16", caching=False))
+        model.row("draft_model_x", "captions, draft model", model.captions)
+        model.row("draft_model_worst_x", "random words, draft model", worst, least_rounds=6)
     if options.quick:
         return bench
+    if options.draft_model is not None:
+        hot = Sampling(temperature=1.0)
+        model.row("draft_model_total_x", "whole answers, draft model", model.captions, total=True)
+        model.row("draft_model_drawn_x", "temperature 1, draft model", lambda vlm, i: model.captions(vlm, i, hot))
+        model.row("draft_model_batch_4_x", "4 at a time, draft model", lambda vlm, i: model.batch(vlm, i, 4))
+    for key in ("chain", "tree"):
+        one = bench.against(key, _load(options.pocket, "auto", "bfloat16", caching=False))
+        branching(one.drafting, branches=key == "tree")
+        one.captions(one.drafting, 1000)
+        one.row(f"{key}_x", f"captions, {key}s of the job", one.captions)
     drawn = Sampling(temperature=1.0, top_p=0.95, seed=1)
     bench.row("suffix_total_x", "captions, whole answers", bench.captions, total=True)
     bench.row("suffix_drawn_x", "captions, temperature 1", lambda vlm, index: bench.captions(vlm, index, drawn))
@@ -243,11 +325,14 @@ def measure(options: Options) -> Bench:
 def report(bench: Bench, checks: dict[str, Any], options: Options) -> None:
     """Prints the table (to stderr with `--json`), then the JSON object if asked for."""
     console = Console(stderr=options.json)
-    table = Table("", "plain ms", "drafting ms", "ratio", "tokens a pass")
+    table = Table("", "plain ms", "drafting ms", "tokens a second", "ratio", "tokens a pass")
     for row in bench.rows:
-        cells = (f"{row.plain.median:.2f}", f"{row.drafting.median:.2f}", f"{row.ratio:.2f}x")
+        rate = "" if row.key.endswith("total_x") else f"{1e3 / row.drafting.median:.0f}"
+        cells = (f"{row.plain.median:.2f}", f"{row.drafting.median:.2f}", rate, f"{row.ratio:.2f}x")
         table.add_row(row.title, *cells, f"{row.tokens_per_pass:.2f}")
     acceptance = bench.drafting._speculator.gate.acceptance()
+    for name, vlm in bench.others.items():
+        acceptance |= {f"{name}: {origin}": found for origin, found in vlm._speculator.gate.acceptance().items()}
     console.print(table, f"checked before timing: {checks}")
     for origin, chances in acceptance.items():
         console.print(f"{origin}: accepted by position {' '.join(f'{chance:.2f}' for chance in chances)}")

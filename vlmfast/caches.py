@@ -37,33 +37,38 @@ class ModelCaches:
         self._caching = caching
         self._device = device
         self._dtype = dtype
-        self._arithmetic = arithmetic_of(device, dtype, explain(model, device, dtype), batching.max_encode_tiles)
+        self._arithmetic = arithmetic_of(
+            device,
+            dtype,
+            explain(model, device, dtype),
+            batching.max_encode_tiles,
+            tower="int8" if model.vision.int8 else "",
+        )
         self.counters = Counters()
         self._store = open_feature_store(caching, self.counters)
         self.features = open_feature_cache(caching, self._store, self.counters)
         self.pictures = None if self.features is None else PictureMemory(self._store)
         named = self.features is not None or caching.prefix_disk
-        self.fingerprint = self._vision_fingerprint() if named else ""
+        self.fingerprint = self.fingerprint_of(checkpoint, model) if named else ""
         """What the features of every picture depend on; empty where nothing is named by it."""
         self.prefixes = self._open_prefixes()
 
-    def _vision_fingerprint(self) -> str:
-        config = self._checkpoint.config
+    def fingerprint_of(self, checkpoint: Checkpoint, model: Any) -> str:
+        """What the features of every picture depend on in this model, or in one that drafts for it."""
+        config = checkpoint.config
         return vision_fingerprint(
-            weights=self._weights_digest(lambda ours: not ours.startswith("decoder.")),
+            weights=self._weights_digest(checkpoint, model, lambda ours: not ours.startswith("decoder.")),
             network=repr((config.model_type, config.vision, config.connector)),
-            preprocess=self._checkpoint.preprocess,
+            preprocess=checkpoint.preprocess,
             arithmetic=self._arithmetic,
             salt=self._caching.salt,
         )
 
-    def _weights_digest(self, wanted: Callable[[str], bool]) -> str:
+    def _weights_digest(self, checkpoint: Checkpoint, model: Any, wanted: Callable[[str], bool]) -> str:
         """Digest of the checkpoint's tensors that our `wanted` parameters are made of; the store remembers it."""
-        sources = self._model.tensor_sources()
+        sources = model.tensor_sources()
         names = {name for ours, pieces in sources.items() if wanted(ours) for name, _ in pieces}
-        return weights_digest(
-            self._checkpoint.folder, lambda name: self._model.canonical_name(name) in names, self._store
-        )
+        return weights_digest(checkpoint.folder, lambda name: model.canonical_name(name) in names, self._store)
 
     def _open_prefixes(self) -> PrefixCache | None:
         """The known prefixes, with a tier on disk if asked for."""
@@ -77,7 +82,7 @@ class ModelCaches:
         disk = PrefixDisk(
             store,
             fingerprint=prefix_fingerprint(
-                weights=self._weights_digest(lambda ours: ours.startswith("decoder.")),
+                weights=self._weights_digest(self._checkpoint, self._model, lambda ours: ours.startswith("decoder.")),
                 network=repr(text),
                 arithmetic=self._arithmetic,
                 salt=caching.salt,

@@ -13,6 +13,7 @@ from vlmfast.errors import ContextLengthError, InputError
 from vlmfast.image.identity import digest_of
 from vlmfast.options import Overflow, Sampling, Vision
 from vlmfast.prompt import Message
+from vlmfast.spec.options import Drafting
 from vlmfast.types import Answer, Chunk, ImageInput
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Chat:
         system: str | None = None,
         overflow: Overflow | str = Overflow.ERROR,
         vision: Vision | None = None,
+        speculation: Drafting | None = None,
     ) -> None:
         self._vlm = vlm
         self._pending = images
@@ -43,6 +45,7 @@ class Chat:
         self._turns: list[Turn] = []
         self._overflow = Overflow.of(overflow)
         self._vision = vision
+        self._speculation = speculation
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -87,7 +90,12 @@ class Chat:
             messages = [*self._messages(turns), question]
             try:
                 chunks = self._vlm.answer_messages(
-                    messages, sampling=sampling, vision=self._vision, started=started, room=room
+                    messages,
+                    sampling=sampling,
+                    vision=self._vision,
+                    started=started,
+                    room=room,
+                    speculation=self._speculation,
                 )
                 break
             except ContextLengthError:
@@ -114,7 +122,14 @@ class Chat:
 
     def fork(self) -> Chat:
         """A chat with the same past that goes its own way from here."""
-        other = Chat(self._vlm, images=self._pending, system=self._system, overflow=self._overflow, vision=self._vision)
+        other = Chat(
+            self._vlm,
+            images=self._pending,
+            system=self._system,
+            overflow=self._overflow,
+            vision=self._vision,
+            speculation=self._speculation,
+        )
         other._turns = list(self._turns)
         return other
 
@@ -123,6 +138,7 @@ class Chat:
         state = ChatState(
             system=self._system,
             overflow=self._overflow,
+            vision=self._vision,
             turns=tuple(self._turns),
             pending=self._pending,
             token_space=_token_space(self._vlm),
@@ -130,10 +146,18 @@ class Chat:
         write_chat(path, state)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], vlm: VLM, *, vision: Vision | None = None) -> Chat:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        vlm: VLM,
+        *,
+        vision: Vision | None = None,
+        speculation: Drafting | None = None,
+    ) -> Chat:
         """The chat in a file written by `save`. Another model than it was held with goes on from its texts.
 
-        `vision` is not in the file: give the same again to go on as before.
+        Its `vision` is that of the file, unless one is given (`Vision()` for all tokens). `speculation` is not in the
+        file: give the same again to go on as before.
 
         Raises:
             InputError: the file can not be read or is no saved chat.
@@ -141,7 +165,14 @@ class Chat:
         """
         state = read_chat(path, vlm.load_images)
         same = state.token_space == _token_space(vlm)
-        chat = cls(vlm, images=state.pending, system=state.system, overflow=state.overflow, vision=vision)
+        chat = cls(
+            vlm,
+            images=state.pending,
+            system=state.system,
+            overflow=state.overflow,
+            vision=state.vision if vision is None else vision,
+            speculation=speculation,
+        )
         chat._turns = [turn if same else turn.without_tokens() for turn in state.turns]
         return chat
 

@@ -8,12 +8,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from vlmfast.errors import InputError
-from vlmfast.options import Overflow
+from vlmfast.errors import InputError, OptionError
+from vlmfast.options import FastV, Overflow, Reduce, ToMe, Vision
 from vlmfast.prompt import Message
 from vlmfast.types import ImageInput
 
@@ -40,6 +41,7 @@ class ChatState:
 
     system: str | None
     overflow: Overflow
+    vision: Vision | None
     turns: tuple[Turn, ...]
     pending: tuple[ImageInput, ...]
     token_space: str
@@ -62,6 +64,7 @@ def write_chat(path: str | os.PathLike[str], state: ChatState) -> None:
         "token_space": state.token_space,
         "system": state.system,
         "overflow": state.overflow.value,
+        "vision": None if state.vision is None else asdict(state.vision),
         "images": [{"name": image.name, "png": _png(image)} for image in pictures.values()],
         "turns": [
             {
@@ -85,7 +88,7 @@ def write_chat(path: str | os.PathLike[str], state: ChatState) -> None:
 def _write_whole(target: Path, content: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
-            json.dump(content, file)
+            json.dump(content, file, default=_plain_number)
             file.close()
             os.replace(file.name, target)
         except BaseException:
@@ -113,7 +116,7 @@ def read_chat(
         raise InputError(f"{os.fspath(path)}: a chat of version {content.get('version')}, this reads {_VERSION}")
     try:
         return _state(content, load_images)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OptionError) as error:
         raise InputError(f"{os.fspath(path)}: a damaged chat: {type(error).__name__}: {error}") from error
 
 
@@ -130,6 +133,7 @@ def _state(content: dict[str, Any], load_images: Callable[[Sequence[bytes]], Seq
     return ChatState(
         system=None if content["system"] is None else _text(content["system"]),
         overflow=Overflow(content["overflow"]),
+        vision=_vision(content.get("vision")),  # files of earlier versions have none
         turns=tuple(
             Turn(
                 question=Message(role="user", text=_text(turn["question"]), images=images(turn["images"])),
@@ -145,6 +149,21 @@ def _state(content: dict[str, Any], load_images: Callable[[Sequence[bytes]], Seq
         pending=images(content["pending"]),
         token_space=_text(content["token_space"]),
     )
+
+
+def _vision(value: Any) -> Vision | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise TypeError(f"expected the parts of a vision option, got {value!r}")
+    kinds = {"tome": ToMe, "reduce": Reduce, "fastv": FastV}
+    parts = {name: kinds[name](**part) if name in kinds and part is not None else part for name, part in value.items()}
+    return Vision(**parts)
+
+
+def _plain_number(value: Any) -> int | float:
+    """Numbers of other libraries, which options take as well, as JSON has them."""
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _text(value: Any) -> str:

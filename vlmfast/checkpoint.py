@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vlmfast.errors import ConfigError, ModelNotFoundError
-from vlmfast_models.config import ModelConfig, PreprocessConfig
+from vlmfast_models.config import TEXT_MODELS, ModelConfig, PreprocessConfig, TextConfig
 from vlmfast_models.families import FAMILIES, family
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -102,6 +102,30 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         eos_token_ids=_eos_token_ids(folder, raw, tokenizer),
         stored_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
+
+
+def is_text_checkpoint(folder: Path) -> bool:
+    """Whether a folder holds a decoder alone, in one of the forms that our decoder runs.
+
+    Raises:
+        ConfigError: its config.json is missing or broken.
+    """
+    return _read_json(folder, "config.json").get("model_type") in TEXT_MODELS
+
+
+def read_text_checkpoint(folder: Path) -> tuple[TextConfig, Any]:
+    """Configuration and tokenizer of a decoder alone.
+
+    Raises:
+        ConfigError: a file is missing, broken or incomplete.
+    """
+    raw = _read_json(folder, "config.json")
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{folder}: quantized checkpoints are not supported; use the original weights")
+    with _values_checked(folder / "config.json"):
+        whole = _with_defaults(folder, raw)
+        config = TextConfig.from_hf(whole, tie_embeddings=bool(whole.get("tie_word_embeddings", False)))
+    return config, _tokenizer(folder)
 
 
 def supported_model_types() -> tuple[str, ...]:

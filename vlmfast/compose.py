@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from vlmfast.errors import OptionError
-from vlmfast.options import FastV
+from vlmfast.options import FastV, Vision
 
 
 class Method(StrEnum):
@@ -16,7 +16,8 @@ class Method(StrEnum):
     REDUCE = "Reduce"
     FASTV = "FastV"
     RESOLUTION = "resolution"
-    INT8 = "int8"
+    INT8 = "int8, int4"
+    VISION_INT8 = "int8 vision"
 
 
 class Setting(StrEnum):
@@ -75,7 +76,16 @@ _CELLS: Mapping[Method, Mapping[Setting, str]] = {
         Setting.PICTURES: "does not depend on them",
         Setting.BATCH: "activations are rounded token by token: each request as alone",
         Setting.SPECULATION: "drafts are verified with the same weights",
-        Setting.OTHERS: "decoder weights only; the others decide as in bfloat16",
+        Setting.OTHERS: "decoder weights only (int4: its head in int8); the others decide as in bfloat16",
+    },
+    Method.VISION_INT8: {
+        Setting.FEATURE_CACHE: "the tower's number format is part of the key",
+        Setting.PREFIX_CACHE: "keys and values carry the arithmetic that made them",
+        Setting.CHAT: "the model's, for all turns",
+        Setting.PICTURES: "activations are rounded token by token: each frame as alone",
+        Setting.BATCH: "each request as alone",
+        Setting.SPECULATION: "drafts are verified on the same features",
+        Setting.OTHERS: "ToMe merges by the keys, reducers cut the features that int8 gives",
     },
 }
 
@@ -83,6 +93,24 @@ _CELLS: Mapping[Method, Mapping[Setting, str]] = {
 def cell(method: Method, setting: Setting) -> str:
     """How the two get along."""
     return _CELLS[method][setting]
+
+
+def names_of(vision: Vision) -> tuple[str, ...]:
+    """What a request asks for that changes answers, in the order it takes effect: "resolution low", "ToMe r=0.08"."""
+    found: list[str] = []
+    if vision.resolution != "high":
+        found.append(f"{Method.RESOLUTION} {vision.resolution}")
+    if vision.max_pixels is not None:
+        found.append(f"max_pixels {vision.max_pixels}")
+    if vision.tome is not None:
+        r = vision.tome.r
+        found.append(f"{Method.TOME} r={','.join(map(str, r)) if isinstance(r, tuple) else r}")
+    if vision.reduce is not None:
+        found.append(f"{Method.REDUCE} {vision.reduce.method} keep={vision.reduce.keep}")
+    if vision.fastv is not None:
+        steps = ", ".join(f"layer={layer} keep={keep}" for layer, keep in vision.fastv.steps)
+        found.append(f"{Method.FASTV} {steps}" + (" at random" if vision.fastv.rank == "random" else ""))
+    return tuple(found)
 
 
 def check_layers(fastv: FastV, num_layers: int) -> None:

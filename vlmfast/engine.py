@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from vlmfast.compose import names_of
 from vlmfast.errors import ContextLengthError, InterruptedAnswerError
 from vlmfast.runner import Runner, StepFacts
 from vlmfast.scheduler import Phase, ScheduledSequence, Scheduler
@@ -271,6 +272,8 @@ class Engine:
             kept_places=job.kept,
             usage=Usage(
                 weights=self._runner.weights,
+                vision_weights=self._runner.vision_weights,
+                fewer_tokens=names_of(sequence.request.vision),
                 prompt_tokens=len(prompt.ids),
                 cached_tokens=sequence.num_cached,
                 visual_tokens=prompt.num_visual_tokens,

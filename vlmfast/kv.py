@@ -1,14 +1,49 @@
-"""Keys and values of the sequences, in pages. Page ids come from the scheduler; the tensors are the runner's."""
+"""Keys and values of the sequences, in pages, and how long they may get. Page ids come from the scheduler;
+the tensors are the runner's."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from vlmfast_models.config import TextConfig
+from vlmfast_models.config import ModelConfig, TextConfig
+
+_log = logging.getLogger(__name__)
+_TABLE_SHARE = 64
+"""The tables of rotary positions, which are made whole, may take this part of the memory."""
+_UNKNOWN_MEMORY = 16 * 2**30
+
+
+def within_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
+    """The configuration with no longer context than the device has memory for.
+
+    A checkpoint may claim any number of positions. Of these remain as many as the page of one sequence could hold if
+    it had all memory, and as the tables of positions could with a 64th of it.
+    """
+    memory = total_memory(device)
+    text = config.text
+    page_bytes = text.num_layers * 2 * text.num_kv_heads * text.head_dim * dtype.itemsize  # of one token
+    table_bytes = 2 * text.head_dim * torch.float32.itemsize
+    most = max(min(memory // page_bytes, memory // _TABLE_SHARE // table_bytes), 1)
+    if text.max_positions <= most:
+        return config
+    _log.info("the context is %d tokens, not %d: no more fit in memory", most, text.max_positions)
+    return replace(config, text=replace(text, max_positions=most))
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has in all; a guess of 16 GiB where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return _UNKNOWN_MEMORY
 
 
 @dataclass(frozen=True, slots=True, eq=False)

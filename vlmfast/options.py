@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from enum import StrEnum
 from itertools import pairwise
 from numbers import Integral, Real
@@ -174,14 +174,15 @@ class Caching:
     """Also keep the keys and values of whole picture prefixes on disk."""
     prefix_disk_bytes: int = 2 * 2**30
     """Keys and values kept on disk, with `prefix_disk`."""
+    weights_disk_bytes: int = 8 * 2**30
+    """Quantised weights kept on disk, so that they are quantised once."""
     folder: str | os.PathLike[str] | None = None
-    """Where the disk caches live. None is the environment's VLMFAST_CACHE_DIR, else `vlmfast` in the user's cache
-    directory. Several processes may share a folder."""
+    """Where the disk caches live; processes may share it. None: VLMFAST_CACHE_DIR, else the user's cache directory."""
     salt: str = ""
     """Work done under one salt is never found under another: one salt for each tenant."""
 
     def __post_init__(self) -> None:
-        for name in ("features_ram_bytes", "features_disk_bytes", "prefix_ram_bytes", "prefix_disk_bytes"):
+        for name in (field.name for field in fields(self) if field.name.endswith("_bytes")):
             _require_kind(Integral, name, getattr(self, name), "a whole number of bytes")
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or more bytes")
         _require(isinstance(self.prefix_disk, bool), "prefix_disk", self.prefix_disk, "True or False")
@@ -193,7 +194,7 @@ class Caching:
     @classmethod
     def off(cls) -> Caching:
         """Nothing is kept."""
-        return cls(features_ram_bytes=0, features_disk_bytes=0, prefix_ram_bytes=0, prefix_disk_bytes=0)
+        return cls(**{size.name: 0 for size in fields(cls) if size.name.endswith("_bytes")})  # type: ignore[arg-type]
 
 
 class Overflow(StrEnum):

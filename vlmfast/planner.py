@@ -48,7 +48,10 @@ class PromptPlanner:
                 f"Batching.max_step_tokens is {self._batching.max_step_tokens}; raise it, or ask without FastV"
             )
         ends = [index + 1 for index, message in enumerate(messages) if message.images]
-        turn_prompts = self._prompts_of(messages, vision, ends)
+        # The last turn's is the prompt itself: a single question is not read twice.
+        earlier = [end for end in ends if end < len(messages)]
+        turn_prompts = self._prompts_of(messages, vision, earlier) if earlier else []
+        turn_prompts += [prompt] * (len(ends) - len(earlier))
         return pruning_of(prompt, turn_prompts, vision.fastv, self._config.image_token_id)
 
     def _prompts_of(self, messages: Sequence[Message], vision: Vision, ends: Sequence[int]) -> list[Prompt]:

@@ -105,9 +105,10 @@ class PromptBuilder:
         self._added_lengths = sorted({len(token) for token in self._added})
         begins = "".join(sorted({re.escape(token[0]) for token in self._added}))
         self._may_begin_added = re.compile(f"[{begins}]")
+        self._never, self._may_fold = _never_typed(tokenizer)
         bos = tokenizer.bos_token_id
         self._bos = [bos] if bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos] else []
-        self._anchor = len(tokenizer.encode(image_token, add_special_tokens=False))
+        self._anchor = len(self._ids(image_token))
         self._takes_parts = self._template_takes_parts()
 
     def build(
@@ -116,13 +117,15 @@ class PromptBuilder:
         """The prompt of a conversation, ending where the assistant's next turn begins.
 
         `plans` (and `keys`) hold one for each picture of the messages, in order. A special token that a user typed
-        stays text: it is split inside, so that no tokenizer rule can join it.
+        stays text: it is split inside, so that no tokenizer rule can join it. So is what the tokenizer's normalizer
+        would make one of (full-width letters under NFKC, capitals where it lowers them).
 
         The tokenizer's beginning-of-text token comes first, as the checkpoint's own processor has it, unless the
         template writes it.
 
         Raises:
-            InputError: the template wrote another number of pictures than there are.
+            InputError: the template wrote another number of pictures than there are, or the text holds a character that
+                the tokenizer can only read as a special token.
         """
         images = [image for message in messages for image in message.images]
         guard, slot = self._guards(messages)
@@ -206,14 +209,29 @@ class PromptBuilder:
         return opened[len(asked) :] if opened.startswith(asked) else ""
 
     def _guarded(self, text: str, guard: str) -> str:
-        """The text with a guard behind the first character of all that would be read as an added token."""
+        """The text with a guard inside all that would be read as an added token: behind its first character, or where
+        it takes a normalizer to see one, in the middle of what holds it."""
 
         def begun(match: re.Match[str]) -> str:
             start = match.start()
             begins = any(text[start : start + length] in self._added for length in self._added_lengths)
             return match[0] + guard if begins else match[0]
 
-        return self._may_begin_added.sub(begun, text)
+        text = self._may_begin_added.sub(begun, text)
+        return guard.join(self._apart(part, guard) for part in text.split(guard)) if self._may_fold else text
+
+    def _apart(self, text: str, guard: str) -> str:
+        """The text halved with guards until no part of it comes out as a special token."""
+        wrong = next((token for token in self._encode(text, guard) if token in self._never), None)
+        if wrong is None:
+            return text
+        if len(text) == 1:
+            raise InputError(
+                f"the text holds {text!r} (U+{ord(text):04X}), which this model's tokenizer reads as its special token "
+                f"{self._never[wrong]!r}; leave it out or write it otherwise"
+            )
+        middle = len(text) // 2
+        return self._apart(text[:middle], guard) + guard + self._apart(text[middle:], guard)
 
     def _render(self, messages: SequenceOf[Message], guard: str, *, generate: bool = True) -> str:
         conversation = [{"role": message.role, "content": self._content(message, guard)} for message in messages]
@@ -258,7 +276,24 @@ class PromptBuilder:
         ids: list[int] = []
         for index, part in enumerate(text.split(guard)):
             if part and start and index == 0:
-                ids += self._tokenizer.encode(part, add_special_tokens=False)
+                ids += self._ids(part)
             elif part:
-                ids += self._tokenizer.encode(self._image_token + part, add_special_tokens=False)[self._anchor :]
+                ids += self._ids(self._image_token + part)[self._anchor :]
         return ids
+
+    def _ids(self, text: str) -> list[int]:
+        """Token ids of text alone. Prompts that are too long are refused later, with a remedy: no warning here."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
+
+def _never_typed(tokenizer: Any) -> tuple[dict[int, str], bool]:
+    """The tokens that no text of a user may become, by id, and whether their spelling alone does not tell.
+
+    It does not where a normalizer runs before tokens are looked for, and where one is a single character, inside which
+    nothing can be split.
+    """
+    added = tokenizer.added_tokens_decoder
+    never = {token_id: token for token_id, token in added.items() if len(token.content) > 1 or token.special}
+    normalizes = tokenizer.backend_tokenizer.normalizer is not None
+    may_fold = any(len(token.content) == 1 or (normalizes and token.normalized) for token in never.values())
+    return {token_id: token.content for token_id, token in never.items()}, may_fold

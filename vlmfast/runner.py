@@ -17,13 +17,13 @@ from vlmfast.prune.fastv import Span, kept_places, run_pruned
 from vlmfast.sample import Sampler
 from vlmfast.scheduler import Phase, ScheduledSequence, StepPlan
 from vlmfast.sequence import Sequence
-from vlmfast.spec.attention import TreeAttention, row_parents
+from vlmfast.spec.attention import BatchAttention, TreeAttention, row_parents
+from vlmfast.spec.batch import Asked
 from vlmfast.spec.speculator import Speculator
 from vlmfast.spec.tree import NO_DRAFT, DraftTree
 from vlmfast.spec.verify import verify
 from vlmfast.types import FeatureSource
 from vlmfast.vision import VisionEncoder
-from vlmfast_kernels.ops.attention import attend
 from vlmfast_models.batch import ForwardBatch
 
 
@@ -63,24 +63,6 @@ class _SequenceState:
     """Prompt positions of the visual tokens that reach the last layer; None where the prompt is not pruned."""
 
 
-class BatchAttention:
-    """Attention of a ragged batch: each sequence's rows over its own page."""
-
-    def __init__(self, parts: list[tuple[int, int, SequenceKV]], device: torch.device, dtype: torch.dtype) -> None:
-        self.causal_pages = parts
-        self._attend = attend.resolve(device, dtype)
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `vlmfast_models.decoder.Attention`."""
-        if len(self.causal_pages) == 1:
-            return self._attend(query, *self.causal_pages[0][2].append(layer, key, value))
-        mixed = [
-            self._attend(query[start:end], *kv.append(layer, key[start:end], value[start:end]))
-            for start, end, kv in self.causal_pages
-        ]
-        return torch.cat(mixed)
-
-
 class Runner:
     """Runs step plans on one device."""
 
@@ -105,7 +87,12 @@ class Runner:
     @property
     def weights(self) -> str:
         """Number format of the decoder's weights."""
-        return "int8" if self._model.decoder.int8 else str(self._dtype).removeprefix("torch.")
+        return self._model.decoder.quantization or str(self._dtype).removeprefix("torch.")
+
+    @property
+    def vision_weights(self) -> str:
+        """Number format of the vision tower's weights; its first and last parts are never quantised."""
+        return "int8" if self._model.vision.int8 else str(self._dtype).removeprefix("torch.")
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepFacts:
@@ -156,7 +143,9 @@ class Runner:
 
         Nothing beside a prompt that is pruned: that pass leaves rows out, and knows no trees.
         """
-        if any(item.phase is Phase.PREFILL and item.sequence.request.pruning is not None for item in scheduled):
+        if self._speculator.is_resting or any(
+            item.phase is Phase.PREFILL and item.sequence.request.pruning is not None for item in scheduled
+        ):
             return {}
         wanted = [
             (item.sequence.seq_id, item.sequence.output_ids, item.draft_budget)
@@ -194,7 +183,9 @@ class Runner:
             for item in scheduled:
                 self._states[item.sequence.seq_id].kv.truncate(item.start)
             raise
-        if all(item.draft_budget > 0 for item in scheduled) and not failed:
+        if self._speculator.is_resting:
+            self._speculator.rested()
+        elif all(item.draft_budget > 0 for item in scheduled) and not failed:
             self._speculator.timed(
                 num_sequences=len(scheduled),
                 num_drafted=sum(map(len, drafts.values())),
@@ -257,6 +248,13 @@ class Runner:
                 pictures=_digests(sequence),
                 salt=sequence.request.salt,
                 options=sequence.request.speculation,
+                asked=Asked(
+                    prompt_ids=ids,
+                    images=sequence.request.images,
+                    places=tuple((span.start, span.end) for span in prompt.spans),
+                    sampling=sequence.request.sampling,
+                    max_tokens=sequence.max_tokens,
+                ),
             )
         return _SequenceState(
             kv=kv,

@@ -79,8 +79,12 @@ class Usage:
     """Pictures whose features were on disk."""
     images_from_prefix: int
     """Pictures among the cached tokens, which needed no features."""
+    fewer_tokens: tuple[str, ...]
+    """What was asked for in `Vision`, by name, for example "ToMe r=0.08"; empty if all was to be computed on."""
+    vision_weights: str
+    """Number format of the vision tower's weights: as `weights`, or bfloat16 or float32 beside a quantised decoder."""
     weights: str
-    """Number format of the decoder's weights: "float32", "bfloat16", "float16" or "int8", which is lossy."""
+    """Number format of the decoder's weights: "float32", "bfloat16", "float16", or the lossy "int8" and "int4"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,13 +16,16 @@ import torch
 from vlmfast.caches import ModelCaches
 from vlmfast.captions import captions
 from vlmfast.checkpoint import Checkpoint, read_checkpoint, resolve_folder
-from vlmfast.device import explain, resolve_device, resolve_dtype
+from vlmfast.device import check_vision_dtype, explain, resolve_device, resolve_dtype
+from vlmfast.draft_model import load_draft_model
 from vlmfast.engine import Engine
 from vlmfast.errors import InputError
 from vlmfast.image.load import ImageSource, is_image_source, load_image, load_images
+from vlmfast.kv import within_memory
 from vlmfast.options import Batching, Caching, Limits, Overflow, Sampling, Vision
 from vlmfast.planner import PromptPlanner
 from vlmfast.prompt import Message, Prompt, PromptBuilder
+from vlmfast.quantized import load_weights
 from vlmfast.runner import Runner
 from vlmfast.scheduler import Scheduler
 from vlmfast.sequence import Request
@@ -31,7 +35,7 @@ from vlmfast.types import Answer, CaptionError, Chunk, ImageInput
 from vlmfast.vision import VisionEncoder
 from vlmfast_models.families import family
 from vlmfast_models.layers import prepare_for_inference
-from vlmfast_models.weights import allocate, load_checkpoint
+from vlmfast_models.weights import allocate
 
 if TYPE_CHECKING:
     from vlmfast.chat import Chat
@@ -65,14 +69,29 @@ class VLM:
         self._batching = batching
         self._caching = caching
         self._speculation = speculation
-        self._speculator = Speculator(
-            speculation, barriers=frozenset({checkpoint.config.image_token_id}), ends=checkpoint.eos_token_ids
-        )
         self._load_ms = 0.0
         """Taken by the first request."""
         caches = ModelCaches(checkpoint, model, caching, batching, device=device, dtype=dtype)
         self.counters = caches.counters
         self._pictures = caches.pictures
+        draft_model = None
+        if speculation.draft_model is not None:
+            draft_model = load_draft_model(
+                speculation.draft_model,
+                checkpoint,
+                device=device,
+                dtype=dtype,
+                quantization=model.decoder.quantization,
+                max_tiles=batching.max_encode_tiles,
+                features=caches.features,
+                fingerprint_of=caches.fingerprint_of,
+            )
+        self._speculator = Speculator(
+            speculation,
+            barriers=frozenset({checkpoint.config.image_token_id}),
+            ends=checkpoint.eos_token_ids,
+            model=draft_model,
+        )
         self._vision = VisionEncoder(
             model,
             checkpoint.preprocess,
@@ -102,6 +121,7 @@ class VLM:
         *,
         device: str = "auto",
         dtype: str = "auto",
+        vision_dtype: str = "auto",
         revision: str | None = None,
         limits: Limits | None = None,
         batching: Batching | None = None,
@@ -115,13 +135,16 @@ class VLM:
             name_or_path: a checkpoint folder, or a Hugging Face hub name (downloaded once); None is the small model
                 that comes with vlmfast.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            dtype: "auto", "float32", "bfloat16", "float16" (CUDA only) or "int8" (CPU only; lossy): the decoder's
-                weights in int8, everything else in bfloat16.
+            dtype: "auto", "float32", "bfloat16", "float16" (CUDA only), "int8" or "int4" (CPU only; lossy): the
+                decoder's weights in so many bits (int4: its head in 8), everything else in bfloat16.
+            vision_dtype: "auto" (as everything else) or "int8" (CPU only; lossy): weights and activations of the vision
+                tower in int8, but for its patch embedding, norms and last block.
             revision: branch, tag or commit on the hub.
             limits: what a request may cost.
             batching: how much one step takes on.
             caching: what is kept of earlier work, for this process and the next; False keeps nothing.
-            speculation: how tokens are drafted ahead: "auto", "lookup", "suffix", "off", or `Speculation`.
+            speculation: how tokens are drafted ahead: "auto", "lookup", "suffix", "off", or `Speculation`, which can
+                also name a smaller model to draft with.
             progress: called as progress(tensors loaded, tensors in all).
 
         Raises:
@@ -129,15 +152,16 @@ class VLM:
             DeviceError: the device or dtype is not available.
         """
         started = time.perf_counter()
-        speculation = Speculation.of(speculation)  # a wrong name is said at once
+        speculation = Speculation.of(speculation).loadable()  # a wrong one is said at once
         checkpoint = read_checkpoint(resolve_folder(name_or_path, revision=revision))
         torch_device = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, checkpoint.stored_dtype, torch_device)
+        checkpoint = replace(checkpoint, config=within_memory(checkpoint.config, torch_device, torch_dtype))
+        check_vision_dtype(vision_dtype, torch_device)
         network = family(checkpoint.config.model_type)
         model = allocate(lambda: network(checkpoint.config), device=torch_device, dtype=torch_dtype)
-        load_checkpoint(model, checkpoint.folder, progress=progress)
-        decoder: Any = model.decoder
-        decoder.int8 = dtype == "int8"
+        caching = Caching.off() if caching is False else caching or Caching()
+        load_weights(model, checkpoint, caching, dtype=dtype, vision_dtype=vision_dtype, progress=progress)
         prepare_for_inference(model)
         vlm = cls(
             checkpoint,
@@ -146,7 +170,7 @@ class VLM:
             dtype=torch_dtype,
             limits=limits or Limits(),
             batching=batching or Batching(),
-            caching=Caching.off() if caching is False else caching or Caching(),
+            caching=caching,
             speculation=speculation,
         )
         vlm._load_ms = (time.perf_counter() - started) * 1e3
@@ -213,6 +237,7 @@ class VLM:
         *,
         sampling: Sampling | None = None,
         vision: Vision | None = None,
+        speculation: Drafting | None = None,
     ) -> Iterator[Answer | CaptionError]:
         """Asks the same of each picture, several at a time; yields in input order.
 
@@ -225,7 +250,7 @@ class VLM:
 
         def submit(image: ImageInput) -> Iterator[Chunk]:
             message = Message(role="user", text=prompt, images=(image,))
-            return self._submit([message], sampling, vision, time.perf_counter())
+            return self._submit([message], sampling, vision, time.perf_counter(), speculation=speculation)
 
         return captions(
             images,
@@ -242,11 +267,22 @@ class VLM:
         system: str | None = None,
         overflow: Overflow | str = Overflow.ERROR,
         vision: Vision | None = None,
+        speculation: Drafting | None = None,
     ) -> Chat:
-        """A conversation that keeps its turns; `images` belong to the first question, `vision` holds for all turns."""
+        """A conversation that keeps its turns; `images` belong to the first question.
+
+        `vision` and `speculation` hold for all turns.
+        """
         from vlmfast.chat import Chat
 
-        return Chat(self, images=self.load_images(images), system=system, overflow=overflow, vision=vision)
+        return Chat(
+            self,
+            images=self.load_images(images),
+            system=system,
+            overflow=overflow,
+            vision=vision,
+            speculation=speculation,
+        )
 
     def answer_messages(
         self,
@@ -256,9 +292,10 @@ class VLM:
         vision: Vision | None = None,
         started: float | None = None,
         room: int = 1,
+        speculation: Drafting | None = None,
     ) -> Iterator[Chunk]:
         """Streams the assistant's next turn of a conversation; it is refused without room for so many tokens."""
-        return self._submit(messages, sampling, vision, started or time.perf_counter(), room)
+        return self._submit(messages, sampling, vision, started or time.perf_counter(), room, speculation)
 
     def load_images(self, images: Images) -> tuple[ImageInput, ...]:
         """Decodes the pictures of one request, within the limits.
@@ -305,7 +342,7 @@ class VLM:
             sampling=sampling or Sampling(),
             salt=self._caching.salt,
             room=room,
-            speculation=self._speculation if speculation is None else Speculation.of(speculation),
+            speculation=self._speculation if speculation is None else self._speculation.request(speculation),
             vision=vision,
             pruning=self._planner.pruning(messages, vision, prompt),
         )
@@ -336,6 +373,7 @@ def describe(
     model: VLM | str | os.PathLike[str] | None = None,
     sampling: Sampling | None = None,
     vision: Vision | None = None,
+    speculation: Drafting | None = None,
 ) -> Answer:
     """Answers a question about a picture: `print(vlmfast.describe("dog.png", "What is in the picture?"))`.
 
@@ -346,15 +384,16 @@ def describe(
             small model that comes with vlmfast.
         sampling: how to answer; greedy by default.
         vision: compute on fewer visual tokens (lossy); all of them by default.
+        speculation: how to draft for this answer; None is as the model was loaded.
 
     Raises:
         VLMFastError: see `VLM.describe` and `VLM.from_pretrained`.
     """
     global _default
     if isinstance(model, VLM):
-        return model.describe(images, prompt, sampling=sampling, vision=vision)
+        return model.describe(images, prompt, sampling=sampling, vision=vision, speculation=speculation)
     name = None if model is None else os.fspath(model)
     if _default is None or _default[0] != name:
         _default = (name, VLM.from_pretrained(name))
     vlm = _default[1]
-    return vlm.describe(images, prompt, sampling=sampling, vision=vision)
+    return vlm.describe(images, prompt, sampling=sampling, vision=vision, speculation=speculation)

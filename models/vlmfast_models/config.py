@@ -14,7 +14,8 @@ from vlmfast_models.errors import ConfigError
 from vlmfast_models.fields import activation, count, need, positive, square
 from vlmfast_models.rope import RopeConfig
 
-_DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3")
+"""Decoders that run, by their `model_type`."""
 _TOWERS = ("clip_vision_model", "siglip_vision_model")
 
 
@@ -131,9 +132,9 @@ class TextConfig:
     def from_hf(cls, config: Mapping[str, Any], *, tie_embeddings: bool) -> TextConfig:
         where = "text_config"
         model_type = config.get("model_type", "llama")
-        if model_type not in _DECODERS:
+        if model_type not in TEXT_MODELS:
             raise ConfigError(
-                f"{where}: decoder type '{model_type}' is not supported; supported: {', '.join(_DECODERS)}"
+                f"{where}: decoder type '{model_type}' is not supported; supported: {', '.join(TEXT_MODELS)}"
             )
         hidden_size = count(config, "hidden_size", where)
         num_heads = count(config, "num_attention_heads", where)

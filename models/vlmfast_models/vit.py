@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,14 @@ class Merged:
     """int64 [P, N]: the token that each of all N patches went into."""
     sizes: Tensor
     """float32 [P, M]: how many patches each token stands for."""
+
+    @classmethod
+    def none(cls, tiles: int, patches: int, device: torch.device) -> Merged:
+        """Every patch is a token by itself."""
+        return cls(
+            source=torch.arange(patches, device=device).expand(tiles, -1),
+            sizes=torch.ones(tiles, patches, device=device),
+        )
 
     def after(self, step: Tensor, num_left: int) -> Merged:
         """As it is once the tokens themselves are merged by `step` [P, M]."""
@@ -129,6 +138,24 @@ class VisionTransformer(nn.Module):
         self.embed_norm = nn.LayerNorm(width, eps=config.norm_eps) if config.class_token else None
         self.layers = nn.ModuleList(VisionBlock(config) for _ in range(config.num_run_layers))
         self.norm = None if config.feature_layers else nn.LayerNorm(width, eps=config.norm_eps)
+        self.int8 = False
+        """Whether `prepare` quantises `int8_linears`, weights and tokens."""
+
+    def int8_linears(self) -> dict[str, Linear]:
+        """The linear layers that int8 is for, by name: those of all blocks but the last one run. The patch embedding
+        and the last block, whose errors nothing after them evens out, keep their dtype."""
+        blocks = [cast(VisionBlock, layer) for layer in self.layers[:-1]]
+        return {
+            f"layers.{index}.{name}": getattr(block, name)
+            for index, block in enumerate(blocks)
+            for name in ("qkv", "out", "fc1", "fc2")
+        }
+
+    def prepare(self) -> None:
+        """Comes before its parts are prepared."""
+        if self.int8:
+            for linear in self.int8_linears().values():
+                linear.pack_w8a8()
 
     def embed(self, pixels: Tensor) -> Tensor:
         """Patch embeddings plus positions, [P, N, E]. A stride-p convolution over p x p patches is one product."""
@@ -180,10 +207,7 @@ class VisionTransformer(nn.Module):
             num_merged = merges[index - 1] if index <= len(merges) else 0
             queries = self._scoring_queries(x) if scored and index == self._scoring_layer else None
             if merged is None and num_merged:
-                merged = Merged(
-                    source=torch.arange(patches, device=x.device).expand(tiles, -1),
-                    sizes=torch.ones(tiles, patches, device=x.device),
-                )
+                merged = Merged.none(tiles, patches, x.device)
             assert isinstance(layer, VisionBlock)
             if merged is None:
                 x, found = layer(x, queries)
@@ -197,6 +221,23 @@ class VisionTransformer(nn.Module):
         if self.norm is not None and merged is not None:
             x = unmerge(x, merged.source)
         return self._features(x, kept), self._without_class(received)
+
+    def merge_groups(self, pixels: Tensor, merges: Sequence[int]) -> Tensor:
+        """Which patches end up as one under `merges`, int64 [P, N]: equal numbers within a tile, the class token's left
+        out. For drawing: it runs the tower."""
+        x = self.embed(pixels)
+        tiles, patches, _ = x.shape
+        merged: Merged | None = None
+        for layer, num_merged in zip(self.layers, merges, strict=False):
+            if merged is None and num_merged:
+                merged = Merged.none(tiles, patches, x.device)
+            assert isinstance(layer, VisionBlock)
+            if merged is None:
+                x, _ = layer(x)
+            else:
+                x, merged, _ = layer.forward_merged(x, merged, num_merged, protect_first=self.config.class_token)
+        source = (Merged.none(tiles, patches, x.device) if merged is None else merged).source
+        return source[:, int(self.config.class_token) :]
 
     def _features(self, x: Tensor, kept: dict[int, Tensor]) -> Tensor:
         """What the tower hands out, of its last state and of those that were kept."""

@@ -7,7 +7,7 @@ tensor must be used and every one of ours filled, or the error lists the names.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,17 @@ def allocate(network: Callable[[], CheckpointModule], *, device: torch.device, d
 
 
 def load_checkpoint(
-    model: CheckpointModule, folder: str | Path, *, progress: Callable[[int, int], None] | None = None
+    model: CheckpointModule,
+    folder: str | Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    known: Container[str] = frozenset(),
 ) -> None:
     """Fills `model` (a family network, on its device and in its dtype) from the checkpoint in `folder`.
 
     Args:
         progress: called as progress(tensors done, tensors in all).
+        known: tensors of ours that are not filled.
 
     Raises:
         WeightsError: a tensor is missing, left over, of another shape, or a file is damaged.
@@ -107,7 +112,8 @@ def load_checkpoint(
                 where[canonical] = reader, name
         _check_names(model, sources, where, folder)
         for done, (name, pieces) in enumerate(sources.items(), 1):
-            _fill(model, parameters[name], name, pieces, where)
+            if name not in known:
+                _fill(model, parameters[name], name, pieces, where)
             if progress is not None:
                 progress(done, len(sources))
 

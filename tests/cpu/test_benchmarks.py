@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import cases
 import contenders
+import paired
 import side_by_side
 import token_quality
 
@@ -142,20 +143,21 @@ def test_preprocessing_is_compared_only_where_pixels_are_equal(monkeypatch: pyte
 def test_token_losses_are_paired() -> None:
     """Guards the interval: it is that of the differences, so equal answers lose nothing, surely."""
     whole = [True, True, False, True] * 25
-    assert token_quality.Loss.of(whole, whole) == token_quality.Loss(
-        points=0.0, half_width=0.0, accuracy=0.75, num_asked=100
-    )
-    worse = token_quality.Loss.of(whole, [False, *whole[1:]])
+    assert paired.Loss.of(whole, whole) == paired.Loss(points=0.0, half_width=0.0, accuracy=0.75, num_asked=100)
+    worse = paired.Loss.of(whole, [False, *whole[1:]])
     assert worse.points == 1.0 and 1.9 < worse.half_width < 2.0  # 1.96 * 0.1 / sqrt(100)
-    other = token_quality.Loss.of([True, False] * 50, [False, True] * 50)
+    other = paired.Loss.of([True, False] * 50, [False, True] * 50)
     assert other.points == 0.0 and other.half_width > 19
 
 
-def test_every_method_has_its_control() -> None:
-    found = token_quality.methods(8, [2, 4])
+def test_every_method_has_its_control(load_vlm: Any) -> None:
+    config = load_vlm(caching=False).checkpoint.config
+    found = token_quality.methods(config, [2, 1])
     for keep in token_quality.SHARES:
         names = [method.name for method in found if method.keep == keep]
-        assert {"fastv@2", "fastv@4", "fastv random@2", "random", "scope", "pool"} <= set(names)
+        assert {"fastv@2", "fastv random@2", "tome", "random", "scope", "pool"} <= set(names)
         assert len(set(names)) == len(names)
+    assert {"fastv pyramid", "diversity auto", "fastv@1"} <= {method.name for method in found}
+    assert len({method.label for method in found}) == len(found)
     assert token_quality.points_lost([{"method": "tome", "keep": 0.5, "off_text": {"points_lost": 1.5}}], "tome", 0.5)
     assert token_quality.points_lost([], "tome", 0.5) is None

@@ -124,7 +124,27 @@ def test_nothing_found_is_said(empty: str, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "no pictures in" in result.stderr
 
 
+def test_wrong_names_alone_are_said_before_the_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards a slip of the keyboard, which cost the loading of a large model; beside a file that is there, it is a row
+    (above)."""
+    monkeypatch.setattr("vlmfast.cli.caption.load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    result = CliRunner().invoke(app, ["caption", str(tmp_path / "a.png"), str(tmp_path / "b.png")])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "a.png" in result.stderr and "b.png: no such file" in result.stderr.replace("\n", "")
+
+
 def test_an_unwritable_output_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     result = CliRunner().invoke(app, ["caption", str(SCENES / "dog.png"), "-o", str(tmp_path / "file" / "out.jsonl")])
     assert result.exit_code == 2 and "can not be written" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["describe", "caption", "chat"])
+def test_usage_lines_name_their_pictures_once(command: str) -> None:
+    """Guards brackets and dots written twice; which brackets they are depends on click's version."""
+    (line,) = [line for line in CliRunner().invoke(app, [command, "--help"]).output.splitlines() if "Usage:" in line]
+    assert line.translate(str.maketrans("", "", "[]{}")).split()[-2:] in (
+        ["OPTIONS", "IMAGE..."],
+        ["OPTIONS", "FOLDER_OR_GLOB..."],
+    )
+    assert line.count("...") == 1

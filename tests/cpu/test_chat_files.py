@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from oracle import noise
 
 from vlmfast import Limits, Sampling
 from vlmfast.chat import Chat
 from vlmfast.errors import ImageLimitError, InputError
+from vlmfast.options import FastV, Reduce, ToMe, Vision
 from vlmfast.testing import Shape
 
 _GREEDY = Sampling(max_new_tokens=12)
@@ -59,6 +61,36 @@ def test_a_loaded_chat_goes_on_as_the_saved_one(
     assert [image.width for image in other.pending_images] == [image.width for image in chat.pending_images] == [40, 33]
 
 
+@pytest.mark.parametrize(
+    "vision",
+    [
+        Vision(),
+        Vision(resolution=2, max_pixels=100_000, tome=ToMe(r=(2, 0.1)), reduce=Reduce("saliency", keep=0.5)),
+        Vision(
+            resolution=np.int64(3), reduce=Reduce("diversity", keep="auto"), fastv=FastV(keep=0.5, then=((3, 0.25),))
+        ),
+        Vision(resolution="low", reduce=Reduce("random", keep=8, seed=3)),
+    ],
+)
+def test_the_vision_option_is_saved(idle_engine: Any, tmp_path: Path, vision: Vision) -> None:
+    """Guards a saved chat that went on with all visual tokens, and so with another prompt than it had."""
+    path = tmp_path / "chat.json"
+    idle_engine.chat(_PICTURE, vision=vision).save(path)
+    loaded = Chat.load(path, idle_engine)
+    assert loaded._vision == vision
+    assert type(loaded._vision.reduce and loaded._vision.reduce.keep) is type(vision.reduce and vision.reduce.keep)
+    other = Vision(resolution="auto")
+    assert Chat.load(path, idle_engine, vision=other)._vision == other
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_file_without_a_vision_option_loads(saved: tuple[Chat, Path], idle_engine: Any) -> None:
+    """Guards chats saved before the option was, and those of the default."""
+    assert Chat.load(saved[1], idle_engine)._vision is None
+    assert Chat.load(_edited(saved[1], lambda content: content.pop("vision")), idle_engine)._vision is None
+
+
 def test_each_picture_is_written_once(saved: tuple[Chat, Path]) -> None:
     content = json.loads(saved[1].read_text())
     assert len(content["images"]) == 3
@@ -92,6 +124,11 @@ def test_another_vocabulary_goes_on_from_the_texts(
         lambda content: content["images"][0].update(png="/etc/passwd"),
         lambda content: content["images"][0].update(png="aGVsbG8="),
         lambda content: content["images"][0].update(png=content["images"][0]["png"][:200]),
+        lambda content: content.update(vision="low"),
+        lambda content: content.update(vision={"resolution": "huge"}),
+        lambda content: content.update(vision={"resize": 3}),
+        lambda content: content.update(vision={"tome": 0.1}),
+        lambda content: content.update(vision={"reduce": {"method": "magic"}}),
         lambda content: content.update(version=2),
         lambda content: content.update(format="another"),
     ],

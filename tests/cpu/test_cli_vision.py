@@ -105,3 +105,34 @@ def test_show_tokens_draws_what_was_left_out(ask: Any, tmp_path: Path) -> None:
     assert dark(shares["--reduce diversity"]) == 0.75
     assert 0.2 < dark(shares["--fastv 0.5 --fastv-layer 1"]) < 0.8
     assert dark(shares["--reduce merge"]) < 0.3 and not np.array_equal(shares["--reduce merge"], plain)
+
+
+def test_show_tokens_draws_what_tome_merges(ask: Any, tmp_path: Path) -> None:
+    """Guards ToMe's drawing, which has the tower's patches: tinted with ToMe alone, darkened too beside FastV."""
+    file = tmp_path / "tokens.png"
+    drawn = {}
+    for options in ([], ["--tome", "12"], ["--tome", "12", "--fastv", "0.5", "--fastv-layer", "1"]):
+        code, _, err = ask(*options, "--show-tokens", str(file))
+        assert not code, err
+        with Image.open(file) as picture:
+            drawn[len(options)] = np.asarray(picture, np.int16)[:, :64]
+    patches = np.abs(drawn[2] - drawn[0]).reshape(16, 4, 16, 4, 3).max((1, 3, 4)) > 0  # 4 tiles of 8 x 8 patches
+    assert 2 * 24 / 64 >= patches.mean() >= 24 / 64, "24 of 64 patches of a tile went into others"
+    black = drawn[6].reshape(8, 8, 8, 8, 3).mean((1, 3, 4)) < 0.5 * drawn[2].reshape(8, 8, 8, 8, 3).mean((1, 3, 4))
+    assert 0.2 < black.mean() < 0.8
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], []),
+        (["--tome", "5"], ["ToMe r=5"]),
+        (["--resolution", "low"], ["resolution low"]),
+        (["--fastv", "0.5", "--reduce", "scope"], ["Reduce scope keep=0.25", "FastV layer=2 keep=0.5"]),
+    ],
+)
+def test_usage_names_what_was_asked_for(ask: Any, options: list[str], named: list[str]) -> None:
+    """Guards invariant 2: an answer on fewer tokens says so."""
+    code, out, err = ask("--json", *options)
+    assert not code, err
+    assert json.loads(out)["usage"]["fewer_tokens"] == named

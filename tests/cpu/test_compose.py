@@ -26,11 +26,16 @@ _VISIONS = {
     Method.FASTV: Vision(fastv=FastV(layer=1, keep=0.25)),
     Method.RESOLUTION: Vision(resolution="low"),
 }
+_TOWER = "float32, int8 tower"
 _ALL = Vision(resolution="auto", tome=ToMe(r=0.2), reduce=Reduce("diversity", keep=0.5), fastv=FastV(layer=2, keep=0.5))
 _CASES = [pytest.param((vision, "float32"), id=str(method)) for method, vision in _VISIONS.items()] + [
     pytest.param((Vision(), "int8"), id="int8"),
+    pytest.param((Vision(), "int4"), id="int4"),
+    pytest.param((Vision(), _TOWER), id="int8 vision"),
     pytest.param((_ALL, "float32"), id="all"),
+    pytest.param((_ALL, _TOWER), id="all and int8 vision"),
     pytest.param((_ALL, "int8"), id="all and int8"),
+    pytest.param((_ALL, "int4"), id="all and int4"),
 ]
 
 
@@ -46,7 +51,8 @@ def vision(case: Any) -> Any:
 
 @pytest.fixture
 def load(load_vlm: Callable[..., Any], case: Any) -> Callable[..., Any]:
-    return lambda **options: load_vlm(dtype=case[1], **options)
+    dtype = {"dtype": "float32", "vision_dtype": "int8"} if case[1] == _TOWER else {"dtype": case[1]}
+    return lambda **options: load_vlm(**dtype, **options)
 
 
 @pytest.fixture
@@ -163,7 +169,7 @@ def test_every_setting_has_its_test_and_every_cell_its_words() -> None:
         Setting.OTHERS: test_chat,  # the cases "all"
     }
     assert set(tests) == set(Setting)
-    assert {str(method) for method in Method} <= {case.id for case in _CASES}
+    assert {name for method in Method for name in method.split(", ")} <= {case.id for case in _CASES}
     assert all(len(cell(method, setting)) > 10 for method, setting in product(Method, Setting))
 
 

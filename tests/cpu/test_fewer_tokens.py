@@ -120,6 +120,25 @@ def test_pruned_prefill_and_cached_decode_equal_an_uncached_forward(
     check_idle(plain)
 
 
+@pytest.mark.parametrize("images", [[_PICTURE], [_OTHER, _PICTURE]], ids=["one", "two"])
+def test_a_schedule_equals_an_uncached_forward(plain: Any, images: list[Any]) -> None:
+    """Guards several steps: each hides its tokens from its layer on, and decoding sees every layer as it was left."""
+    first = FastV(layer=1, keep=0.5)
+    wider = plain.describe(images, _QUESTION, sampling=_GREEDY, vision=Vision(fastv=first)).kept_places
+    steps = FastV(layer=1, keep=0.5, then=((2, 0.1),))
+    answer = plain.describe(images, _QUESTION, sampling=_GREEDY, vision=Vision(fastv=steps))
+    prompt, loaded = build(plain, images, _QUESTION)
+    visual = {place for place, token in enumerate(prompt.ids) if token == plain.checkpoint.config.image_token_id}
+    assert answer.kept_places is not None and set(answer.kept_places) < set(wider) < visual
+    assert len(answer.kept_places) == round(0.1 * len(visual))
+    features = features_of(plain, loaded, prompt)
+    hidden = {1: visual - set(wider), 2: visual - set(answer.kept_places)}
+    assert answer.token_ids == _naive_tokens(plain, list(prompt.ids), features, _HiddenFrom(hidden), _NUM_TOKENS)
+    late = {2: visual - set(answer.kept_places)}
+    control = _naive_tokens(plain, list(prompt.ids), features, _HiddenFrom(late), _NUM_TOKENS)
+    assert answer.token_ids != control, "control: the first step alone makes a difference"
+
+
 @pytest.mark.parametrize("method", REDUCERS)
 def test_a_reduced_prompt_is_a_shorter_prompt(plain: Any, method: str) -> None:
     """Guards placeholders and positions: separators stay, and the answer is the plain one to the reduced tokens, each

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from vlmfast import VLM, Answer, Sampling
 from vlmfast.checkpoint import read_checkpoint
 from vlmfast.errors import ConfigError, InputError, ModelError, ModelNotFoundError, WeightsError
+from vlmfast.kv import total_memory, within_memory
 from vlmfast.testing import random_checkpoint
 
 _PICTURE = noise(40, 30)
@@ -179,6 +180,28 @@ def test_broken_configurations_are_named(copy: Path, file: str, values: dict[str
 def test_unusable_model_names(name: str) -> None:
     with pytest.raises(ModelNotFoundError):
         VLM.from_pretrained(name)
+
+
+def test_a_context_beyond_memory_is_cut(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards loading: a billion claimed positions lay out no tables and no pages that the machine has no memory for."""
+    config = read_checkpoint(copy).config
+    text = config.text
+    monkeypatch.setattr("vlmfast.kv.total_memory", lambda _: 2**30)
+    assert within_memory(config, torch.device("cpu"), torch.float32) is config
+    _edit(copy / "config.json", text_config__max_position_embeddings=10**9)
+    vlm = VLM.from_pretrained(copy, device="cpu", dtype="float32", caching=False)
+    page = 4 * 2 * text.num_layers * text.num_kv_heads * text.head_dim
+    assert 10_000 < vlm.max_context < 10**7
+    assert vlm.max_context * page <= 2**30 and vlm.max_context * 8 * text.head_dim <= 2**30 // 64
+    assert vlm.model.decoder.config.max_positions == vlm.max_context
+    assert len(vlm.describe(_PICTURE, _QUESTION, sampling=_GREEDY).token_ids) > 0
+
+
+def test_memory_is_known_or_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards systems without sysconf."""
+    assert 2**28 < total_memory(torch.device("cpu")) < 2**50
+    monkeypatch.delattr("os.sysconf")
+    assert total_memory(torch.device("cpu")) == 16 * 2**30
 
 
 def test_quantized_weights_are_refused(copy: Path) -> None:

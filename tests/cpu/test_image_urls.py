@@ -66,6 +66,8 @@ def test_inner_addresses_are_refused(name: str, server: Server) -> None:
         "224.0.0.1", "240.0.0.1", "255.255.255.255", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1",
         "fec0::1", "ff02::1", "2001:db8::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1",
         "64:ff9b::a9fe:a9fe", "64:ff9b:1::a00:1", "2002:7f00:1::", "::127.0.0.1", "localhost", "", "1.2.3",
+        "192.88.99.1", "192.88.99.255", "192.0.0.9", "192.31.196.1", "192.52.193.1", "192.175.48.6", "3fff::1",
+        "3fff:fff:ffff::1", "5f00::1", "2620:4f:8000::1", "::ffff:192.88.99.1", "64:ff9b::192.88.99.1",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public(address: str) -> None:
@@ -74,7 +76,8 @@ def test_addresses_that_are_not_public(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "172.32.0.1"]
+    "address",
+    ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "172.32.0.1", "192.88.98.1"],
 )
 def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)

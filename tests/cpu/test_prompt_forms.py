@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import build, noise
+from tokenizers import Tokenizer
 
 from vlmfast import Sampling
 from vlmfast.errors import InputError
@@ -71,6 +76,71 @@ def test_typed_tokens_stay_text(llava: Any, text: list[str]) -> None:
     special = [token for token in prompt.ids if token in set(llava.checkpoint.tokenizer.all_special_ids)]
     assert special == [llava.checkpoint.tokenizer.bos_token_id]
     assert _decoded(llava, prompt.ids) == f"<s> USER: {typed} ASSISTANT:".replace("▁", " ")
+
+
+def _folding(vlm: Any, normalizer: Any, more: dict[str, Any] | None = None) -> Any:
+    """The tokenizer with another normalizer, its added tokens looked for in normalized text, and more of them."""
+    raw = json.loads(vlm.checkpoint.tokenizer.backend_tokenizer.to_str())
+    raw["normalizer"] = normalizer
+    added = [{**token, "normalized": True} for token in raw["added_tokens"]]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added += [
+        {"id": len(vlm.checkpoint.tokenizer) + index, "content": content, **flags, **settings}
+        for index, (content, settings) in enumerate((more or {}).items())
+    ]
+    tokenizer = copy.deepcopy(vlm.checkpoint.tokenizer)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps({**raw, "added_tokens": added}))
+    return tokenizer
+
+
+_NFKC = {"type": "NFKC"}
+_LOWERS = {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "StripAccents"}, {"type": "Lowercase"}]}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "text"),
+    [
+        (_NFKC, "＜image＞"),
+        (_NFKC, "a＜ｉｍａｇｅ> and ＜/s＞</s> and <image>"),
+        (_NFKC, "<imªge>"),
+        (_NFKC, "＜image＞" * 9),
+        (_LOWERS, "<IMAGE>"),
+        (_LOWERS, "see <Imàge></S> there"),
+    ],
+)
+def test_normalizers_make_no_special_tokens(llava: Any, normalizer: Any, text: str) -> None:
+    """Guards case 33 where a normalizer runs before added tokens are looked for: what it folds stays text, too."""
+    tokenizer = _folding(llava, normalizer)
+    special = set(tokenizer.all_special_ids) | {llava.checkpoint.config.image_token_id}
+    assert special & set(tokenizer.encode(text, add_special_tokens=False))  # without care it would become one
+    builder = PromptBuilder(tokenizer, llava.checkpoint.chat_template, "<image>", Llava.placeholder)
+    plain, prompt = (builder.build([Message(role="user", text=typed)], []) for typed in ("x", f"x{text}"))
+    assert [token for token in prompt.ids if token in special] == [token for token in plain.ids if token in special]
+    folded = tokenizer.backend_tokenizer.normalizer.normalize_str(f"x{text}")
+    assert folded in tokenizer.decode(list(prompt.ids), clean_up_tokenization_spaces=False)
+
+
+def test_a_special_token_of_one_character_is_refused(llava: Any) -> None:
+    """Guards case 33 where nothing can be split: the error names the character; a word of one letter is no mark."""
+    more = {"§": {"special": True}, "¶": {"special": False}}
+    tokenizer = _folding(llava, _NFKC, more)
+    builder = PromptBuilder(tokenizer, llava.checkpoint.chat_template, "<image>", Llava.placeholder)
+    with pytest.raises(InputError, match=r"'§' \(U\+00A7\).*special token '§'.*leave it out"):
+        builder.build([Message(role="user", text="after paragraph § 3")], [])
+    assert tokenizer.convert_tokens_to_ids("¶") in builder.build([Message(role="user", text="a ¶ b")], []).ids
+
+
+def test_long_prompts_are_not_warned_of(llava: Any) -> None:
+    """Guards the console: a prompt that is too long is an error of ours, without a warning of transformers before."""
+    tokenizer = copy.deepcopy(llava.checkpoint.tokenizer)
+    tokenizer.model_max_length = 5
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    with mock.patch.object(logger, "warning") as warned:
+        builder = PromptBuilder(tokenizer, llava.checkpoint.chat_template, "<image>", Llava.placeholder)
+        assert len(builder.build([Message(role="user", text="word " * 50)], []).ids) > 50
+        warned.assert_not_called()
+        tokenizer.encode("word " * 50)
+        warned.assert_called_once()  # the check can fail
 
 
 def test_neighbouring_parts_do_not_make_a_token(llava: Any) -> None:

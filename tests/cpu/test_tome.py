@@ -125,3 +125,22 @@ def test_tiles_do_not_mix(tower: Any) -> None:
     for tile in range(3):
         alone, _ = tower.run(pixels[tile : tile + 1], merges=(8, 4))
         torch.testing.assert_close(together[tile], alone[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("merges", [(), (0, 7), (9, 3), (16, 16, 8)], ids=str)
+@torch.inference_mode()
+def test_groups_are_those_of_the_run(tower: Any, merges: tuple[int, ...]) -> None:
+    """Guards the drawing: patches of a group leave the tower as one row, of two groups as two; as many as are left."""
+    pixels, merges = _pixels(tower), _schedule(tower, merges)
+    groups = tower.merge_groups(pixels, merges)
+    num_patches = tower.config.num_positions - tower.config.class_token
+    assert groups.shape == (2, num_patches)
+    for tile in range(2):
+        assert len(groups[tile].unique()) == num_patches - sum(merges)
+    if tower.norm is None:  # features of earlier layers are merged less
+        return
+    features, _ = tower.run(pixels, merges=merges)
+    for tile in range(2):
+        rows = [features[tile][groups[tile] == group] for group in groups[tile].unique()]
+        assert all(torch.equal(one, one[:1].expand_as(one)) for one in rows)
+        assert len(torch.stack([one[0] for one in rows]).unique(dim=0)) == len(rows)

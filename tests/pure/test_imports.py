@@ -28,7 +28,7 @@ LAYERS = (
     {"verify"},
     {"server", "caption", "train", "testing"},
     {"vlm"},
-    {"chat", "captions", "caches"},
+    {"chat", "captions", "caches", "draft_model", "quantized"},
     {"engine", "chat_file"},
     {"runner"},
     {"scheduler"},

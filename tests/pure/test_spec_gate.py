@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from vlmfast.spec.gate import Gate, StepCosts
+from vlmfast.spec.costs import StepCosts
+from vlmfast.spec.gate import Gate
 from vlmfast.spec.tree import NO_DRAFT, ROOT, Acceptance, DraftTree
 
 Cost = Callable[[int], float]

@@ -51,10 +51,23 @@ def image_key(fingerprint: str, plan: TilePlan, picture_digest: str, merges: tup
     return digest_of("features", fingerprint, repr(plan), repr(merges), picture_digest)
 
 
-def arithmetic_of(device: torch.device, dtype: torch.dtype, explanation: str, max_tiles: int) -> tuple[str, ...]:
-    """What decides the rounding of a run; `explanation` names the implementations of the operations."""
+def arithmetic_of(
+    device: torch.device, dtype: torch.dtype, explanation: str, max_tiles: int, tower: str = ""
+) -> tuple[str, ...]:
+    """What decides the rounding of a run.
+
+    Args:
+        explanation: names the implementations of the operations.
+        tower: number format of the vision tower's weights; empty is `dtype`.
+    """
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return (str(dtype), device.type, processor, torch.__version__, explanation, f"{max_tiles} tiles")
+    return (str(dtype), device.type, processor, torch.__version__, explanation, f"{max_tiles} tiles", tower)
+
+
+def file_identity(file: Path) -> tuple[int, ...]:
+    """What changes when a file is written or replaced: device, inode, size, times of change."""
+    found = file.stat()
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def weights_digest(folder: Path, wanted: Callable[[str], bool], store: DiskStore | None = None) -> str:
@@ -64,8 +77,7 @@ def weights_digest(folder: Path, wanted: Callable[[str], bool], store: DiskStore
     """
     parts: list[str] = []
     for file in checkpoint_files(folder):
-        found = file.stat()
-        identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        identity = file_identity(file)
         names = {name: entry for name, entry in _safetensors_header(file).items() if wanted(name)}
         if names:
             memo = WEIGHTS + bytes.fromhex(digest_of("weights", _SCHEMA, repr(identity), *sorted(names)))

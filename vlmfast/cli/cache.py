@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -15,6 +16,7 @@ from vlmfast.cli.output import write, write_error, write_json
 
 if TYPE_CHECKING:
     from vlmfast.cache.disk import DiskStore, Entry
+    from vlmfast.cache.weights import WeightsStore
 
 app = typer.Typer(
     help="Look at what is kept on disk of earlier work, check it, clear it.",
@@ -22,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_STORES = ("features", "prefixes")
+_Stores: TypeAlias = "Mapping[str, DiskStore | WeightsStore]"
 _Folder = Annotated[
     Path | None,
     typer.Option("--folder", metavar="DIR", help="The cache folder. The default is VLMFAST_CACHE_DIR, or the user's."),
@@ -37,7 +39,7 @@ def stats(folder: _Folder = None, as_json: _Json = False) -> None:
     values: dict[str, dict[str, Any]] = {}
     for name, store in stores.items():
         kinds = Counter(row["kind"] for row in store.entries(partial(_describe, name)))
-        totals = {"hits": 0, "misses": 0, **store.totals()}
+        totals = store.totals() if name == "weights" else {"hits": 0, "misses": 0, **store.totals()}
         values[name] = {
             "entries_by_kind": dict(sorted(kinds.items())),
             **totals,
@@ -122,7 +124,7 @@ def clear(folder: _Folder = None, as_json: _Json = False) -> None:
         write(f"removed {_megabytes(num_bytes)} from {root}\n")
 
 
-def _open(folder: Path | None) -> tuple[Path, dict[str, DiskStore]]:
+def _open(folder: Path | None) -> tuple[Path, _Stores]:
     """The cache folder and the stores that are in it; none is made."""
     from vlmfast.cache.disk import DiskStore
     from vlmfast.cache.folder import cache_folder
@@ -132,20 +134,29 @@ def _open(folder: Path | None) -> tuple[Path, dict[str, DiskStore]]:
     caching = Caching(folder=folder)
     root = cache_folder(caching)
     limits = {"features": caching.features_disk_bytes, "prefixes": caching.prefix_disk_bytes}
-    return root, {
-        name: DiskStore(root / name, max_bytes=limits[name], counters=Counters(), name=name)
-        for name in _STORES
+    stores: dict[str, DiskStore | WeightsStore] = {
+        name: DiskStore(root / name, max_bytes=limit, counters=Counters(), name=name)
+        for name, limit in limits.items()
         if (root / name).is_dir()
     }
+    if (root / "weights").is_dir():
+        from vlmfast.cache.weights import open_weights_store
+
+        weights = open_weights_store(caching)
+        assert weights is not None
+        stores["weights"] = weights
+    return root, stores
 
 
-def _exit_if_failed(stores: dict[str, DiskStore]) -> None:
+def _exit_if_failed(stores: _Stores) -> None:
     """The store has said what is wrong."""
     if any(store.failed for store in stores.values()):
         raise typer.Exit(1)
 
 
 def _kind(store: str, key: bytes) -> str:
+    if store == "weights":
+        return "quantized weights"
     from vlmfast.cache.features import FEATURES
     from vlmfast.cache.key import WEIGHTS
     from vlmfast.cache.pictures import PICTURES
@@ -161,7 +172,7 @@ def _describe(store: str, entry: Entry, value: memoryview) -> dict[str, Any]:
     kind = _kind(store, entry.key)
     row = {
         "kind": kind,
-        "key": entry.key.hex() if kind == "prefix" else entry.key[1:].hex(),
+        "key": entry.key[1:].hex() if store == "features" else entry.key.hex(),
         "bytes": entry.num_bytes,
         "used_at": entry.used_at,
     }
@@ -169,6 +180,8 @@ def _describe(store: str, entry: Entry, value: memoryview) -> dict[str, Any]:
         row |= describe_features(value)
     elif kind == "known file":
         row |= describe_picture(value)
+    elif kind == "quantized weights":
+        row |= json.loads(bytes(value))
     return row
 
 

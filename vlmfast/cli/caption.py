@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +15,16 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from vlmfast.cli.loading import load_model
-from vlmfast.cli.options import DeviceOption, DtypeOption, ModelOption, NoCacheOption, SpeculationOption
+from vlmfast.cli.options import (
+    DeviceOption,
+    DraftModelOption,
+    DtypeOption,
+    ModelOption,
+    NoCacheOption,
+    SpeculationOption,
+    VisionDtypeOption,
+    drafting_of,
+)
 from vlmfast.cli.output import write_error, write_note
 from vlmfast.cli.vision import (
     FastVLayerOption,
@@ -26,7 +36,7 @@ from vlmfast.cli.vision import (
     vision_of,
 )
 from vlmfast.options import IMAGE_FORMATS, Caching, FastV, Sampling
-from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
+from vlmfast.spec.options import DEFAULT_DRAFTER
 from vlmfast.types import Answer, CaptionError
 
 if TYPE_CHECKING:
@@ -49,6 +59,7 @@ def caption(
     ] = Sampling().max_new_tokens,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    vision_dtype: VisionDtypeOption = "auto",
     no_cache: NoCacheOption = False,
     resolution: ResolutionOption = "high",
     tome: TomeOption = None,
@@ -57,19 +68,26 @@ def caption(
     fastv: FastVOption = None,
     fastv_layer: FastVLayerOption = FastV().layer,
     speculation: SpeculationOption = DEFAULT_DRAFTER,
+    draft_model: DraftModelOption = None,
 ) -> None:
     """Caption many pictures, several at a time, in the order of their paths.
 
     A row is {"path", "caption", "usage"}, or {"path", "error": {"kind", "message"}} for a picture that can not be
     answered; the others go on. The exit code is 1 if there was an error row.
     """
+    drafting = drafting_of(speculation, draft_model)
     paths = _paths(sources)
     if not paths:
         write_error(f"no pictures in {', '.join(sources)}; looked for files named *{', *'.join(sorted(_suffixes()))}")
         raise typer.Exit(2)
+    if not any(os.path.exists(path) for path in paths):  # said at once, not when the model is loaded
+        write_error(f"{', '.join(map(str, paths))}: no such file; give folders, patterns, or files")
+        raise typer.Exit(2)
     vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     caching = Caching.off() if no_cache else None
-    vlm = load_model(model, device=device, dtype=dtype, caching=caching, speculation=Speculation.of(speculation))
+    vlm = load_model(
+        model, device=device, dtype=dtype, vision_dtype=vision_dtype, caching=caching, speculation=drafting
+    )
     rows = vlm.caption(paths, prompt, sampling=Sampling(max_new_tokens=max_new_tokens), vision=vision)
     num_errors, started = 0, time.monotonic()
     with _opened(out) as file, _progress() as bar:

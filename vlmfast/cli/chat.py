@@ -14,10 +14,13 @@ import typer
 from vlmfast.cli.loading import load_model
 from vlmfast.cli.options import (
     DeviceOption,
+    DraftModelOption,
     DtypeOption,
     ModelOption,
     NoCacheOption,
     SpeculationOption,
+    VisionDtypeOption,
+    drafting_of,
     sampling_option,
 )
 from vlmfast.cli.output import write, write_error, write_foreign, write_note
@@ -32,7 +35,7 @@ from vlmfast.cli.vision import (
 )
 from vlmfast.errors import InputError, VLMFastError
 from vlmfast.options import Caching, FastV, Overflow, Sampling
-from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
+from vlmfast.spec.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
     from vlmfast.chat import Chat
@@ -53,7 +56,7 @@ Ctrl-C stops an answer; its question is forgotten. A space before a slash makes 
 
 def chat(
     images: Annotated[
-        list[str] | None, typer.Argument(metavar="[IMAGE]...", help="Picture files or URLs for the first question.")
+        list[str] | None, typer.Argument(metavar="IMAGE", help="Picture files or URLs for the first question.")
     ] = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="How the model should behave.")] = None,
     model: ModelOption = None,
@@ -75,8 +78,10 @@ def chat(
     stats: Annotated[bool, typer.Option("--stats", help="Show tokens and times after each answer.")] = False,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    vision_dtype: VisionDtypeOption = "auto",
     no_cache: NoCacheOption = False,
     speculation: SpeculationOption = DEFAULT_DRAFTER,
+    draft_model: DraftModelOption = None,
     resolution: ResolutionOption = "high",
     tome: TomeOption = None,
     reduce: ReduceOption = None,
@@ -93,11 +98,16 @@ def chat(
     """
     from vlmfast.image.load import load_images
 
-    drafting = Speculation.of(speculation)
+    drafting = drafting_of(speculation, draft_model)
     vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     loaded = load_images(images or [])  # before the model: a wrong path is said at once
     vlm = load_model(
-        model, device=device, dtype=dtype, caching=Caching.off() if no_cache else None, speculation=drafting
+        model,
+        device=device,
+        dtype=dtype,
+        vision_dtype=vision_dtype,
+        caching=Caching.off() if no_cache else None,
+        speculation=drafting,
     )
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
@@ -234,4 +244,6 @@ def _stats(answer: Answer) -> str:
         f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them known; "
         f"pictures encoded: {usage.images_encoded} of {usage.num_images}; "
         f"first token after {timings.first_token_ms:.0f} ms, then {timings.token_ms:.1f} ms a token"
+        + (f"; visual tokens {usage.visual_tokens_after} of {usage.visual_tokens_before}" if usage.fewer_tokens else "")
+        + (f" ({'; '.join(usage.fewer_tokens)})" if usage.fewer_tokens else "")
     )

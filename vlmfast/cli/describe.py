@@ -12,10 +12,13 @@ import typer
 from vlmfast.cli.loading import load_model
 from vlmfast.cli.options import (
     DeviceOption,
+    DraftModelOption,
     DtypeOption,
     ModelOption,
     NoCacheOption,
     SpeculationOption,
+    VisionDtypeOption,
+    drafting_of,
     field_docs,
     sampling_option,
 )
@@ -33,7 +36,7 @@ from vlmfast.cli.vision import (
 )
 from vlmfast.errors import OptionError, VLMFastError
 from vlmfast.options import Caching, FastV, Limits, Sampling, Vision
-from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
+from vlmfast.spec.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
     from vlmfast.vlm import VLM
@@ -71,6 +74,7 @@ def describe(
     seed: Annotated[int | None, sampling_option("seed", metavar="S")] = _DEFAULT.seed,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
+    vision_dtype: VisionDtypeOption = "auto",
     max_image_pixels: Annotated[
         int, typer.Option(metavar="N", min=1, help=field_docs(Limits).get("max_image_pixels"))
     ] = _LIMITS.max_image_pixels,
@@ -86,6 +90,7 @@ def describe(
     fastv_layer: FastVLayerOption = FastV().layer,
     show_tokens: ShowTokensOption = None,
     speculation: SpeculationOption = DEFAULT_DRAFTER,
+    draft_model: DraftModelOption = None,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -111,7 +116,7 @@ def describe(
         stop=tuple(stop or _DEFAULT.stop),
         seed=seed,
     )
-    drafting = Speculation.of(speculation)  # a wrong one is said before a model is loaded
+    drafting = drafting_of(speculation, draft_model)  # a wrong one is said before a model is loaded
     limits = Limits(max_image_pixels=max_image_pixels, allow_truncated=allow_truncated)
     vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     questions = _questions(images, together)
@@ -127,6 +132,7 @@ def describe(
                 model,
                 device=device,
                 dtype=dtype,
+                vision_dtype=vision_dtype,
                 limits=limits,
                 caching=Caching.off() if no_cache else None,
                 speculation=drafting,

@@ -10,7 +10,9 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
+from vlmfast.errors import OptionError
 from vlmfast.options import Sampling
+from vlmfast.spec.options import DEFAULT_DRAFTER, Speculation
 
 ModelOption: TypeAlias = Annotated[
     str | None,
@@ -25,7 +27,17 @@ ModelOption: TypeAlias = Annotated[
 DeviceOption: TypeAlias = Annotated[str, typer.Option("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
 DtypeOption: TypeAlias = Annotated[
     str,
-    typer.Option("--dtype", metavar="DTYPE", help="auto, float32, bfloat16, int8 (CPU only), or float16 (CUDA only)."),
+    typer.Option(
+        "--dtype", metavar="DTYPE", help="auto, float32, bfloat16, int8 or int4 (CPU only), or float16 (CUDA only)."
+    ),
+]
+VisionDtypeOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--vision-dtype",
+        metavar="DTYPE",
+        help="Of the vision tower: auto (as everything else), or int8 (CPU only; lossy; faster on CPUs without AMX).",
+    ),
 ]
 NoCacheOption: TypeAlias = Annotated[
     bool, typer.Option("--no-cache", help="Use nothing of earlier work and keep nothing, in memory or on disk.")
@@ -36,9 +48,30 @@ SpeculationOption: TypeAlias = Annotated[
         "--speculation",
         metavar="HOW",
         help="Draft tokens and verify them together, which never changes an answer: auto, lookup (from the prompt "
-        "and the answer so far), suffix (from earlier answers, too) or off.",
+        "and the answer so far), suffix (from earlier answers, too), model (with --draft-model) or off.",
     ),
 ]
+DraftModelOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="NAME_OR_PATH",
+        help="Draft with this smaller checkpoint, which must have the model's tokenizer.",
+    ),
+]
+
+
+def drafting_of(speculation: str, draft_model: str | None) -> Speculation:
+    """How to draft, by the two options; `--draft-model` alone drafts with that model.
+
+    Raises:
+        OptionError: there is no such drafter, or it and the draft model do not go together.
+    """
+    if draft_model is None:
+        return Speculation.of(speculation).loadable()
+    if speculation not in (DEFAULT_DRAFTER, "model"):
+        raise OptionError(f"--draft-model goes with --speculation model, got {speculation}; leave one of them out")
+    return Speculation(drafter="model", draft_model=draft_model)
 
 
 @cache

@@ -1,6 +1,7 @@
 """`--show-tokens`: the frames that the model sees, with what became of each visual token drawn over them.
 
-Kept as it was: untouched. Merged with others: tinted, each group in a colour. Left out: darkened.
+Kept as it was: untouched. Merged with others: tinted, each group in a colour; ToMe's groups are of the tower's patches,
+which are smaller than tokens, and a reducer's are drawn over them. Left out: darkened.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ def draw_tokens(vlm: VLM, images: Sequence[Any], prompt: str, vision: Vision, an
         features = vlm._vision.features(image, span.plan, vision).features
         source = vlm._vision.reduced(features, vision, span.counts).source.tolist()
         groups = [one if one != _LEFT_OUT and places[one] in reached else _LEFT_OUT for one in source]
-        panels += _panels(_frames(vlm, image, span.plan), span.plan, groups)
+        patches = _patch_groups(vlm, image, span.plan, vision)
+        frames = _frames(vlm, image, span.plan)
+        if patches is not None:
+            frames = [_drawn(frame, tile, Counter(tile)) for frame, tile in zip(frames, patches, strict=True)]
+        panels += _panels(frames, span.plan, groups)
     width = sum(panel.width for panel in panels) + _GAP * (len(panels) - 1)
     sheet = Image.new("RGB", (width, max(panel.height for panel in panels)), "white")
     left = 0
@@ -54,6 +59,23 @@ def draw_tokens(vlm: VLM, images: Sequence[Any], prompt: str, vision: Vision, an
         sheet.paste(panel, (left, 0))
         left += panel.width + _GAP
     return sheet
+
+
+def _patch_groups(vlm: VLM, image: ImageInput, plan: TilePlan, vision: Vision) -> list[list[int]] | None:
+    """Of each frame's patches, the groups that ToMe merges; None without it."""
+    import torch
+
+    from vlmfast.image.preprocess import preprocess
+    from vlmfast.prune.counts import merge_schedule
+
+    config = vlm.checkpoint.config.vision
+    merges = merge_schedule(vision.tome, config.num_run_layers, config.num_positions, int(config.class_token))
+    if not merges:
+        return None
+    pixels = preprocess(image, plan, vlm.checkpoint.preprocess).pixels.to(vlm.device, vlm.dtype)
+    with torch.inference_mode():
+        groups: list[list[int]] = vlm.model.vision.merge_groups(pixels, merges).tolist()
+    return groups
 
 
 def _frames(vlm: VLM, image: ImageInput, plan: TilePlan) -> list[Image.Image]:
@@ -92,7 +114,7 @@ def _panels(frames: Sequence[Image.Image], plan: TilePlan, groups: Sequence[int]
 
 
 def _drawn(frame: Image.Image, groups: Sequence[int], sizes: Counter[int]) -> Image.Image:
-    """A frame with a square for each token that is not as it was."""
+    """A frame with a square for each token, or patch, that is not as it was."""
     from PIL import Image
 
     across = isqrt(len(groups))

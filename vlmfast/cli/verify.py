@@ -88,8 +88,8 @@ def verify(
     """
     from vlmfast.verify.run import verify as run
 
-    if dtype == "int8":
-        raise OptionError("--dtype int8 can not be verified: transformers has no such run; use float32 or bfloat16")
+    if dtype in ("int8", "int4"):
+        raise OptionError(f"--dtype {dtype} can not be verified: transformers has no such run; use float32 or bfloat16")
     options = Verification(max_new_tokens=max_new_tokens, tolerance=tolerance, grey_levels=grey_levels)
     with _progress() as progress:
         report = run(

@@ -46,7 +46,7 @@ ShowTokensOption: TypeAlias = Annotated[
     typer.Option(
         "--show-tokens",
         metavar="FILE.png",
-        help="Also draw which visual tokens were kept, merged (tinted) or left out (dark) by --reduce and --fastv.",
+        help="Also draw which tokens were kept, merged (tinted) or left out (dark) by --tome, --reduce and --fastv.",
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Attention of one decoder pass over sequences and the trees drafted after them."""
+"""Attention of one decoder pass over sequences, and over trees drafted after them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from torch import Tensor
 from vlmfast.kv import SequenceKV
 from vlmfast.spec.tree import DraftTree
 from vlmfast_kernels.masks import tree_mask
-from vlmfast_kernels.ops.attention import attend_masked
+from vlmfast_kernels.ops.attention import attend, attend_masked
+
+
+class BatchAttention:
+    """Attention of a ragged batch: each sequence's rows over its own page."""
+
+    def __init__(self, parts: list[tuple[int, int, SequenceKV]], device: torch.device, dtype: torch.dtype) -> None:
+        self.causal_pages = parts
+        self._attend = attend.resolve(device, dtype)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `vlmfast_models.decoder.Attention`."""
+        if len(self.causal_pages) == 1:
+            return self._attend(query, *self.causal_pages[0][2].append(layer, key, value))
+        mixed = [
+            self._attend(query[start:end], *kv.append(layer, key[start:end], value[start:end]))
+            for start, end, kv in self.causal_pages
+        ]
+        return torch.cat(mixed)
 
 
 def row_parents(num_rows: int, draft: DraftTree) -> tuple[int, ...]:
@@ -17,7 +35,7 @@ def row_parents(num_rows: int, draft: DraftTree) -> tuple[int, ...]:
 
 
 class TreeAttention:
-    """As the runner's `BatchAttention`, where drafts branch. No `causal_pages`: the compiled step knows no trees.
+    """As `BatchAttention`, where drafts branch. No `causal_pages`: the compiled step knows no trees.
 
     Args:
         parents: for each part the row above each of its rows (see `tree_mask`), counted within the part.

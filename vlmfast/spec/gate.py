@@ -3,15 +3,18 @@
 A step over n tokens takes c(n). With B sequences and drafts whose nodes are accepted with probabilities g, it gives
 B + sum(g) tokens in c(B + K) instead of B in c(B). Nodes are added from the likeliest down while that rate grows, so
 drafts shrink where they fail, where passes get dearer with their width, and as the batch grows.
+
+Where drafting has lost time it rests: steps are then what they are without it, nothing is proposed or looked at. Each
+rest in a row is twice as long for the same loss, so that a text that can not be drafted costs less and less.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vlmfast.spec.costs import StepCosts, typical
 from vlmfast.spec.tree import NO_DRAFT, ROOT, Acceptance, DraftTree
 
 _FIRST_GUESS = 0.6
@@ -20,83 +23,33 @@ _GUESS_WEIGHT = 2.0
 """How many trials a guess counts as."""
 _MEMORY = 64.0
 """Trials that an estimate remembers: it follows when the kind of text changes."""
-_SAMPLES = 12
-"""Step times kept for each width. Their lower quartile counts: what else the machine does only ever adds."""
-_TRUSTED = 3
-"""Samples of a width that outweigh a much lower guess: the first may have met a busy moment."""
-_NEAR_GUESS = 1.25
-"""A sample of at most so many times the guess is believed at once."""
-_GUESSED_SLOPE = 0.08
-"""Cost of one more token, of that of the first, until it is measured."""
+_RESTED_MEMORY = 24.0
+"""Trials that it remembers over a rest: what was learnt of another text must not outweigh what comes."""
 _MARGIN = 1.02
 """A draft must promise this much more than a plain step."""
-_MAX_LOSS = 0.02
-"""Share of the time that drafting may have cost so far."""
-_FREE_STEPS = 2.0
-"""Plain steps' worth of time that drafting may cost before it has earned anything."""
-_CREDIT_STEPS = 8.0
+_SAMPLES = 12
+"""Draft times kept. As with step times, their lower quartile counts."""
+_PLAIN_SAMPLES = 6
+"""Plain steps that are timed one after the other; once there are so many, one in `_TIME_EVERY`."""
+_TIME_EVERY = 16
+_FREE_STEPS = 0.6
+"""Plain steps' worth of time that drafting may lose before it rests."""
+_CREDIT_STEPS = 3.0
 """Plain steps' worth of earlier gains that may be lost again: a job that turns bad can not spend all that was won."""
+_EARNED_STEPS = 1.0
+"""Plain steps' worth of gains that make a rest short again."""
+_FIRST_SHARE = 0.04
+"""A first rest is so long that the loss is this share of it; half of it after each rest that gained nothing since."""
+_LEAST_SHARE = 0.01
+_MAX_REST = 4096
+"""Longest rest, in steps."""
 _EXPLORE_EVERY = 32
-"""In one of so many steps whose drafts promise too little, one is tried after all: texts change."""
-_EXPLORE_NODES = 4
+"""Of drafts that promise too little, the first after a rest is tried, and then one in so many: texts change."""
+_EXPLORE_NODES = 2
 _LIKELY = 0.5
 """One in so many drafts takes every node this likely, whatever it seems to cost: costs change, too."""
 _PLAIN_EVERY = 128
 """One in so many steps is plain, to measure c(B) anew."""
-_FORGET = 0.999
-"""What is left of the account after each step."""
-
-
-class StepCosts:
-    """Milliseconds of a decoder pass by its number of tokens."""
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
-        self._typical: dict[int, float] = {}
-        self._widths: list[int] = []
-        """Those with samples that are believed, ascending; only these are looked at."""
-
-    def add(self, num_tokens: int, ms: float) -> None:
-        samples = self._samples.setdefault(num_tokens, deque(maxlen=_SAMPLES))
-        samples.append(ms)
-        typical = _typical(samples)
-        if num_tokens not in self._typical:
-            if self._widths and len(samples) < _TRUSTED and typical > _NEAR_GUESS * self(num_tokens):
-                return
-            insort(self._widths, num_tokens)
-        self._typical[num_tokens] = typical
-
-    @property
-    def known(self) -> bool:
-        return bool(self._widths)
-
-    @property
-    def widest(self) -> int:
-        """The most tokens whose cost was measured."""
-        return self._widths[-1]
-
-    def __call__(self, num_tokens: int) -> float:
-        """The cost, between measured widths by a straight line; never more than that of a wider pass.
-
-        Raises:
-            IndexError: nothing was measured yet.
-        """
-        at = bisect_left(self._widths, num_tokens)
-        ceiling = min((self._typical[width] for width in self._widths[at:]), default=float("inf"))
-        if at < len(self._widths) and self._widths[at] == num_tokens:
-            return ceiling
-        if 0 < at < len(self._widths):
-            return min(ceiling, self._line(self._widths[at - 1], self._widths[at], num_tokens))
-        if at and len(self._widths) > 1 and self(self._widths[0]) < self._typical[self._widths[-1]]:
-            return self._line(self._widths[0], self._widths[-1], num_tokens)
-        nearest = self._widths[-1 if at else 0]
-        slope = (1 + _GUESSED_SLOPE * (num_tokens - 1)) / (1 + _GUESSED_SLOPE * (nearest - 1))
-        return min(ceiling, self._typical[nearest] * slope)
-
-    def _line(self, low: int, high: int, num_tokens: int) -> float:
-        """The straight line through the costs of two widths."""
-        part = (num_tokens - low) / (high - low)
-        return self._typical[low] * (1 - part) + self._typical[high] * part
 
 
 @dataclass(slots=True)
@@ -113,20 +66,14 @@ class _Trials:
         self.accepted += accepted
         self.tried += 1
 
+    def fade(self) -> None:
+        """Counts for little from here on."""
+        if self.tried > _RESTED_MEMORY:
+            self.accepted *= _RESTED_MEMORY / self.tried
+            self.tried = _RESTED_MEMORY
+
     def estimate(self, guess: float) -> float:
         return (self.accepted + guess * _GUESS_WEIGHT) / (self.tried + _GUESS_WEIGHT)
-
-
-@dataclass(slots=True)
-class _Account:
-    """Time that drafting has taken, against what the same tokens would have taken without."""
-
-    ms: float = 0.0
-    loss_ms: float = 0.0
-
-    def add(self, plain_ms: float, ms: float, credit_ms: float) -> None:
-        self.ms = self.ms * _FORGET + ms
-        self.loss_ms = max(self.loss_ms * _FORGET + ms - plain_ms, -credit_ms)
 
 
 class Gate:
@@ -139,9 +86,18 @@ class Gate:
     def __init__(self, *, adaptive: bool = True) -> None:
         self._adaptive = adaptive
         self._trials: dict[tuple[str, int, int], _Trials] = {}
+        self._alike: dict[str, _Trials] = {}
+        """First nodes of all origins of one certainty: the guess for an origin that is new."""
         self._costs = StepCosts()
-        self._draft_ms: deque[float] = deque(maxlen=_SAMPLES)
-        self._account = _Account()
+        self._draft_samples: deque[float] = deque(maxlen=_SAMPLES)
+        self._draft_ms = 0.0
+        self._loss_ms = 0.0
+        """Time that drafting has taken since the last rest, beyond what the same tokens would have taken without."""
+        self._advanced_ms = 0.0
+        """Of it, what running sequences may still earn back."""
+        self._share = _FIRST_SHARE
+        self._rest = 0
+        self._untimed = 0
         self._num_promising = 0
         self._num_unpromising = 0
         self._explored: dict[str, int] = {}
@@ -149,20 +105,14 @@ class Gate:
 
     @property
     def is_resting(self) -> bool:
-        """Drafting has cost too much: not even proposals are worth their time. Plain steps end it."""
-        if not self._adaptive or not self._costs.known:
-            return False
-        return self._account.loss_ms > self._allowed_ms
-
-    @property
-    def _allowed_ms(self) -> float:
-        return _MAX_LOSS * self._account.ms + _FREE_STEPS * self._costs(1)
+        """Drafting has cost too much: not even proposals are worth their time. So many plain steps end it."""
+        return self._rest > 0
 
     def choose(self, offers: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
         """Of the drafts offered for each sequence of a step, the one to verify, cut to what pays; or `NO_DRAFT`."""
         if not self._adaptive:
             return [max(drafts, key=len, default=NO_DRAFT) for drafts in offers]
-        if self.is_resting or not self._costs.known or self._due_plain():
+        if self._rest or not self._costs.known or not any(map(any, offers)) or self._due_plain():
             return [NO_DRAFT] * len(offers)
         gains = [
             max(((self.gains(tree), tree) for tree in drafts), key=lambda offer: sum(offer[0]), default=([], NO_DRAFT))
@@ -180,7 +130,9 @@ class Gate:
     def gains(self, tree: DraftTree) -> list[float]:
         """For each node the probability that it is accepted, by experience; never more than that of a node before."""
         places = _places(tree)
-        levels = [_FIRST_GUESS]  # an unknown depth is guessed from the one before
+        alike = self._alike.get(_certainty(tree.origin))
+        levels = [alike.estimate(_FIRST_GUESS) if alike else _FIRST_GUESS]
+        # An unknown depth is guessed from the one before.
         for depth in range(1, max((depth for depth, _, _ in places), default=0) + 1):
             trials = self._trials.get((tree.origin, depth, 0))
             levels.append(trials.estimate(levels[-1]) if trials else levels[-1])
@@ -193,29 +145,86 @@ class Gate:
             found.append(min(reached[-1], found[-1]) if found else reached[-1])
         return found
 
+    def chain_length(self, origin: str, num_sequences: int, most: int, pass_ms: float) -> int:
+        """How many tokens are worth drafting for each sequence of a step, where each costs a pass of `pass_ms` itself.
+
+        0 for nothing; what a network would draft can not be cut afterwards without having paid for it.
+        """
+        if not self._adaptive:
+            return most
+        if self._rest or not self._costs.known or most < 1 or self._due_plain():
+            return 0
+        most = min(most, max(self._most_nodes(num_sequences) // num_sequences, 1))
+        if pass_ms == 0:
+            return min(_EXPLORE_NODES, most)
+        tokens = float(num_sequences)
+        best, best_rate = 0, _MARGIN * num_sequences / self._costs(num_sequences)
+        for length, gain in enumerate(self.gains(DraftTree.chain([0] * most, origin=origin)), 1):
+            tokens += gain * num_sequences
+            rate = tokens / (self._costs(num_sequences * (1 + length)) + length * pass_ms)
+            if rate > best_rate:
+                best, best_rate = length, rate
+        if best == 0:
+            self._num_unpromising += 1
+            return min(_EXPLORE_NODES, most) if self._num_unpromising % _EXPLORE_EVERY == 0 else 0
+        self._num_promising += 1
+        return min(best + 1, most) if self._num_promising % _EXPLORE_EVERY == 0 else best
+
     def observe(self, tree: DraftTree, acceptance: Acceptance) -> None:
         """Learns from a verified draft."""
         accepted = {ROOT, *acceptance.path}
         for node, (depth, rank, parent) in enumerate(_places(tree)):
             if parent in accepted:
                 self._trials.setdefault((tree.origin, depth, rank), _Trials()).add(node in accepted)
+                if depth == 1 and rank == 0:
+                    self._alike.setdefault(_certainty(tree.origin), _Trials()).add(node in accepted)
 
-    def timed(self, *, num_sequences: int, num_drafted: int, num_chosen: int, draft_ms: float, step_ms: float) -> None:
+    def timed(
+        self,
+        *,
+        num_sequences: int,
+        num_drafted: int,
+        num_chosen: int,
+        draft_ms: float,
+        step_ms: float,
+        passes_ms: float = 0.0,
+    ) -> None:
         """Learns from a step that decoded for some sequences and did nothing else.
 
         Args:
             num_chosen: tokens that the step gave, at least one a sequence.
             draft_ms: time that proposing and choosing took; 0 where it was left out.
+            passes_ms: typical time of what a network computed to propose, which `draft_ms` does not hold.
         """
-        self._costs.add(num_sequences + num_drafted, step_ms)
-        plain_ms = self._costs(num_sequences) * num_chosen / num_sequences
-        # Not this step's own times: a busy machine is not the draft's fault.
-        ms = self._costs(num_sequences + num_drafted)
-        if draft_ms > 0:
-            self._draft_ms.append(draft_ms)
-            ms += _typical(self._draft_ms)
-        self._account.add(plain_ms, ms, _CREDIT_STEPS * self._costs(1))
+        if self._rest:
+            self._rest -= 1
+            return
+        self._clock(num_sequences, num_drafted, step_ms)
+        if draft_ms > 0 and self._adaptive:
+            self._draft_samples.append(draft_ms)
+            if self._draft_ms == 0 or num_drafted or len(self._draft_samples) < _SAMPLES:
+                self._draft_ms = typical(self._draft_samples)
+            self._loss_ms += self._draft_ms + passes_ms
+        if num_drafted:
+            # Typical times, not this step's own: a busy machine is not the draft's fault.
+            plain_ms = self._costs(num_sequences) * num_chosen / num_sequences
+            self._loss_ms += self._costs(num_sequences + num_drafted) - plain_ms
         self._steps_since_plain = self._steps_since_plain + 1 if num_drafted else 0
+        self._settle()
+
+    def rested(self) -> None:
+        """A step passed in a rest: all that such a step costs."""
+        self._rest -= 1
+
+    def advance(self, ms: float) -> None:
+        """Time was spent on a sequence before it can earn any: it may be earned back until `repay`."""
+        self._loss_ms += ms
+        self._advanced_ms += ms
+
+    def repay(self, ms: float) -> None:
+        """The sequence that `ms` were spent on has ended."""
+        self._advanced_ms -= ms
+        self._settle()
 
     def acceptance(self) -> dict[str, list[float]]:
         """By origin, the measured acceptance of a chain's first, second, ... node."""
@@ -249,24 +258,49 @@ class Gate:
         return kept
 
     def _explore(self, trees: list[DraftTree]) -> list[DraftTree]:
-        """Now and then, a short draft of the origin that has waited longest, where the account allows it."""
+        """Now and then, a short draft of the origin that has waited longest."""
         chosen = [NO_DRAFT] * len(trees)
         waiting = [index for index, tree in enumerate(trees) if len(tree)]
         if not waiting:
             return chosen
         self._num_unpromising += 1
-        num_nodes = min(_EXPLORE_NODES, self._most_nodes(len(trees)))
-        extra_ms = self._costs(len(trees) + num_nodes) - self._costs(len(trees))
-        if self._num_unpromising % _EXPLORE_EVERY == 0 and self._account.loss_ms + extra_ms < self._allowed_ms / 2:
+        if self._num_unpromising % _EXPLORE_EVERY == 0:
             index = min(waiting, key=lambda one: self._explored.get(trees[one].origin, 0))
             self._explored[trees[index].origin] = self._num_unpromising
-            chosen[index] = trees[index].first(num_nodes)
+            chosen[index] = trees[index].first(min(_EXPLORE_NODES, self._most_nodes(len(trees))))
         return chosen
 
+    def _clock(self, num_sequences: int, num_drafted: int, step_ms: float) -> None:
+        """Takes the time of a step with drafts, and of some of the others."""
+        width = num_sequences + num_drafted
+        if not num_drafted and self._costs.num_samples(width) >= _PLAIN_SAMPLES:
+            self._untimed += 1
+            if self._untimed < _TIME_EVERY:
+                return
+        self._untimed = 0
+        self._costs.add(width, step_ms)
 
-def _typical(samples: Sequence[float]) -> float:
-    """The lower quartile."""
-    return sorted(samples)[(len(samples) - 1) // 4]
+    def _settle(self) -> None:
+        """Looks at what drafting has cost: a rest after a loss, and short ones again after a gain."""
+        if not self._adaptive or not self._costs.known:
+            return
+        step_ms = self._costs(1)
+        if self._loss_ms < -_EARNED_STEPS * step_ms:
+            self._share = _FIRST_SHARE
+            self._loss_ms = max(self._loss_ms, -_CREDIT_STEPS * step_ms)
+        elif self._loss_ms - self._advanced_ms > _FREE_STEPS * step_ms:
+            lost_ms = self._loss_ms - self._advanced_ms
+            self._rest = max(min(round(lost_ms / step_ms / self._share), _MAX_REST), 1)
+            self._share = max(self._share / 2, _LEAST_SHARE)
+            self._loss_ms = self._advanced_ms
+            self._num_unpromising = -1  # the first one after it is tried
+            for trials in (*self._trials.values(), *self._alike.values()):
+                trials.fade()
+
+
+def _certainty(origin: str) -> str:
+    """How sure a drafter was, of an origin "name/certainty"."""
+    return origin.rpartition("/")[2]
 
 
 def _places(tree: DraftTree) -> list[tuple[int, int, int]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TypeAlias
 
+from vlmfast.errors import OptionError
 from vlmfast.options import _require, _require_kind
 
-DRAFTERS = ("auto", "off", "lookup", "suffix")
+DRAFTERS = ("auto", "off", "lookup", "suffix", "model")
 """What can propose tokens ahead, by name."""
-DEFAULT_DRAFTER = "off"
+DEFAULT_DRAFTER = "auto"
 """What a model drafts with that was loaded without a word about it."""
 
 
@@ -24,7 +26,11 @@ class Speculation:
 
     drafter: str = "auto"
     """"lookup" continues what stood in the prompt or the answer before, "suffix" also what earlier answers held, "auto"
-    takes whichever promises more; "off" drafts nothing."""
+    takes whichever promises more; "model" asks the model `draft_model`; "off" drafts nothing."""
+    draft_model: str | os.PathLike[str] | None = None
+    """A smaller checkpoint with the same tokenizer, a folder or a hub name, loaded beside the model. If it takes
+    pictures it is given them; a text model goes by the text. Answers that are drawn keep their distribution, and with
+    a seed they stay the very same."""
     max_draft_tokens: int = 15
     """Most tokens drafted at once for one answer."""
     min_ngram: int = 2
@@ -43,6 +49,8 @@ class Speculation:
         bounds = {"max_draft_tokens": 1, "min_ngram": 1, "max_ngram": self.min_ngram, "memory_tokens": 0}
         for name, least in bounds.items():
             _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+        path = self.draft_model
+        _require(path is None or isinstance(path, (str, os.PathLike)), "draft_model", path, "a folder or a hub name")
         _require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
 
     @classmethod
@@ -56,13 +64,42 @@ class Speculation:
             return value
         return cls(drafter=value)
 
+    def loadable(self) -> Speculation:
+        """The same, to load a model with.
+
+        Raises:
+            OptionError: it drafts with a model and names none.
+        """
+        _require(
+            self.drafter != "model" or self.draft_model is not None,
+            "draft_model",
+            self.draft_model,
+            'the folder of a smaller checkpoint for drafter="model"',
+        )
+        return self
+
+    def request(self, value: Drafting) -> Speculation:
+        """What a request asks for of a model that was loaded with these options.
+
+        Raises:
+            OptionError: it wants a draft model that was not loaded.
+        """
+        options = Speculation.of(value)
+        loaded = self.draft_model
+        if options.draft_model not in (None, loaded) or (options.drafter == "model" and loaded is None):
+            raise OptionError(
+                f"speculation: drafts by {options.draft_model or 'a model'}, but loaded is {loaded or 'none'}; "
+                'load the model with Speculation(drafter="model", draft_model=...)'
+            )
+        return options
+
     @property
     def is_on(self) -> bool:
         return self.drafter != "off"
 
     def uses(self, drafter: str) -> bool:
-        """Whether a drafter ("lookup", "suffix") is among those asked for."""
-        return self.drafter in ("auto", drafter)
+        """Whether a drafter ("lookup", "suffix", "model") is among those asked for."""
+        return self.drafter == drafter or (self.drafter == "auto" and drafter != "model")
 
 
 Drafting: TypeAlias = Speculation | str

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vlmfast.spec.batch import Asked, BatchDrafter
 from vlmfast.spec.gate import Gate
 from vlmfast.spec.lookup import LookupDrafter
 from vlmfast.spec.options import Speculation
@@ -24,6 +25,9 @@ class _Drafting:
     context: list[int]
     num_prompt: int
     offers: list[DraftTree]
+    asks_model: bool = False
+    read_ms: float = 0.0
+    """What the gate was told that reading the prompt took the model."""
 
 
 class Speculator:
@@ -34,6 +38,7 @@ class Speculator:
         barriers: token ids that no draft holds: the placeholders of visual tokens.
         ends: token ids that end an answer.
         drafters: makes those of one sequence, instead of those that the options name.
+        model: drafts for the sequences that ask for "model".
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Speculator:
         barriers: frozenset[int] = frozenset(),
         ends: frozenset[int] = frozenset(),
         drafters: Callable[[], list[Drafter]] | None = None,
+        model: BatchDrafter | None = None,
     ) -> None:
         self._options = options
         self.gate = Gate(adaptive=options.adaptive)
@@ -51,6 +57,8 @@ class Speculator:
         self._drafters = drafters
         self._sequences: dict[int, _Drafting] = {}
         self._propose_ms = 0.0
+        self._passes_ms = 0.0
+        self._model = model
 
     def begin(
         self,
@@ -60,16 +68,27 @@ class Speculator:
         pictures: tuple[str, ...] = (),
         salt: str = "",
         options: Speculation | None = None,
+        asked: Asked | None = None,
     ) -> None:
-        """A new sequence, with the digests of its pictures."""
+        """A new sequence, with the digests of its pictures; `asked` is for the model."""
         drafters = self._drafters() if self._drafters else self._standard(salt, pictures, options or self._options)
+        asks_model = self._model is not None and asked is not None and (options or self._options).uses("model")
         self._sequences[seq_id] = _Drafting(
-            drafters=drafters, context=list(prompt_ids), num_prompt=len(prompt_ids), offers=[]
+            drafters=drafters,
+            context=list(prompt_ids),
+            num_prompt=len(prompt_ids),
+            offers=[],
+            asks_model=asks_model,
         )
+        if asks_model and self._model is not None and asked is not None:
+            self._model.begin(seq_id, asked)
 
     def end(self, seq_id: int) -> None:
         """The sequence is over."""
-        self._sequences.pop(seq_id, None)
+        drafting = self._sequences.pop(seq_id, None)
+        if drafting is not None and drafting.asks_model and self._model is not None:
+            self._model.end(seq_id)
+            self.gate.repay(drafting.read_ms)
 
     def remember(
         self,
@@ -84,14 +103,21 @@ class Speculator:
         if self._options.memory_tokens and (options or self._options).uses("suffix"):
             self._memory.add(salt, pictures, answer_row(prompt_ids, answer, self._barriers))
 
+    @property
+    def is_resting(self) -> bool:
+        """Nothing would be proposed now: a step is what it is without drafts."""
+        return self.gate.is_resting
+
     def propose(self, wanted: Sequence[tuple[int, Sequence[int], int]]) -> list[DraftTree]:
         """A draft, or none, for each (seq_id, answer so far, most nodes) of a step."""
-        self._propose_ms = 0.0
+        self._propose_ms = self._passes_ms = 0.0
         if self.gate.is_resting:
             return [NO_DRAFT] * len(wanted)
         started = time.perf_counter()
-        drafts = self.gate.choose([self._offers(*one) for one in wanted])
-        self._propose_ms = (time.perf_counter() - started) * 1e3
+        offers = [self._offers(*one) for one in wanted]
+        passed_ms = self._ask_model(wanted, offers)
+        drafts = self.gate.choose(offers)
+        self._propose_ms = (time.perf_counter() - started) * 1e3 - passed_ms
         return drafts
 
     def observe(self, seq_id: int, draft: DraftTree, acceptance: Acceptance) -> None:
@@ -102,6 +128,10 @@ class Speculator:
             if offer.origin == draft.origin:
                 drafter.observe(draft, acceptance)
 
+    def rested(self) -> None:
+        """Told of a step while `is_resting`, in place of `timed`."""
+        self.gate.rested()
+
     def timed(self, *, num_sequences: int, num_drafted: int, num_chosen: int, step_ms: float) -> None:
         """Told the time of a step whose sequences all decoded, that of `propose` not included."""
         self.gate.timed(
@@ -110,6 +140,7 @@ class Speculator:
             num_chosen=num_chosen,
             draft_ms=self._propose_ms,
             step_ms=step_ms,
+            passes_ms=self._passes_ms,
         )
 
     def _offers(self, seq_id: int, answer: Sequence[int], budget: int) -> list[DraftTree]:
@@ -121,6 +152,35 @@ class Speculator:
             _log.warning("drafting failed; the answer is written without", exc_info=True)
             drafting.drafters, drafting.offers = [], []
         return drafting.offers
+
+    def _ask_model(self, wanted: Sequence[tuple[int, Sequence[int], int]], offers: list[list[DraftTree]]) -> float:
+        """Adds the model's drafts to the offers of those who ask for it, as long as pays. Returns the time it took."""
+        asking = [index for index, (seq_id, _, _) in enumerate(wanted) if self._sequences[seq_id].asks_model]
+        if self._model is None or not asking:
+            return 0.0
+        most = max(wanted[index][2] for index in asking)
+        length = self.gate.chain_length(self._model.origin, len(wanted), most, self._model.pass_ms)
+        if length < 1:
+            return 0.0
+        started = time.perf_counter()
+        try:
+            drafts = self._model.propose(
+                [(seq_id, answer, min(budget, length)) for seq_id, answer, budget in (wanted[at] for at in asking)]
+            )
+        except Exception:  # no answer needs a draft
+            _log.warning("the draft model failed; its answers are written without", exc_info=True)
+            for index in asking:
+                self._sequences[wanted[index][0]].asks_model = False
+                self._model.end(wanted[index][0])
+            return (time.perf_counter() - started) * 1e3
+        for index, draft in zip(asking, drafts, strict=True):
+            offers[index] = [*offers[index], draft]
+            drafting = self._sequences[wanted[index][0]]
+            if drafting.read_ms == 0:
+                drafting.read_ms = self._model.reading_ms(wanted[index][0])
+                self.gate.advance(drafting.read_ms)
+        self._passes_ms = max(map(len, drafts)) * self._model.pass_ms
+        return (time.perf_counter() - started) * 1e3
 
     def _standard(self, salt: str, pictures: tuple[str, ...], options: Speculation) -> list[Drafter]:
         made: list[Drafter] = []

@@ -18,6 +18,9 @@ _TOKENS_PER_MATCHED = 2
 """Longest draft, in tokens for each token that matched."""
 _MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are looked at."""
+_MAX_GAP = 64
+"""Tokens that are read after a pause in which nothing was drafted: what is older is left out, as it could not be
+drafted, and reading it would cost what the pause saved."""
 _MAX_ROW = 1024
 """Tokens of one answer that are kept."""
 _TAIL = 16
@@ -117,6 +120,11 @@ class SuffixDrafter:
         """A chain of at most twice as many tokens as matched."""
         if self._num_seen == 0:
             self._num_seen = text_start(context, self._barriers, _MAX_PROMPT)
+        elif len(context) - self._num_seen > _MAX_GAP:
+            self._num_seen = len(context) - _MAX_GAP
+            self._own.automaton.begin_row()
+            for cursor in self._cursors:
+                cursor.state = cursor.length = 0
         for position in range(self._num_seen, len(context)):
             token = context[position]
             for cursor in self._cursors:

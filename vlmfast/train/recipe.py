@@ -44,7 +44,7 @@ class Recipe:
     cool: Schedule
     emphasis: float = 5.0
     """How many times the words that are slow to learn (shapes, sign texts, yes and no) count."""
-    global_share: float = 0.6
+    global_share: float = 0.5
     """Of the joint steps: pictures by their global frame alone."""
     num_dense_frames: int = 6_000
     num_joint_frames: int = 16_000
@@ -69,7 +69,7 @@ class Recipe:
         return replace(self, dense=longer(self.dense), joint=longer(self.joint), cool=longer(self.cool))
 
 
-LESSONS = replace(POCKET, page_share=0.3, sign_share=0.4)
+LESSONS = replace(POCKET, page_share=0.12, sign_share=0.4)
 """The scored scenes with more to read, which is learnt most slowly."""
 
 POCKET_RECIPE = Recipe(

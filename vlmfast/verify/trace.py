@@ -13,7 +13,7 @@ from vlmfast.image.preprocess import preprocess
 from vlmfast.kv import SequenceKV
 from vlmfast.options import Batching, Sampling
 from vlmfast.prompt import Message, Prompt
-from vlmfast.runner import BatchAttention
+from vlmfast.spec.attention import BatchAttention
 from vlmfast.types import FinishReason, ImageInput
 from vlmfast.verify.taps import FEATURES, LOGITS, TEXT, decoder_layer, vision_taps
 from vlmfast.vision import VisionEncoder
