@@ -51,6 +51,9 @@ def pocket(
             "--start", metavar="DIR", exists=True, file_okay=False, help="A pocket to go on from, not from nothing."
         ),
     ] = None,
+    one_frame: Annotated[
+        bool, typer.Option("--one-frame", help="See pictures as one frame of 256 pixels, not as tiles of 512.")
+    ] = False,
     resume: _Resume = False,
     anneal: _Anneal = False,
     seed: _Seed = 0,
@@ -65,7 +68,8 @@ def pocket(
     from vlmfast.train.recipe import POCKET_RECIPE
 
     place = _workplace(work, device, threads, resume=resume, anneal=anneal)
-    _train(replace(POCKET_RECIPE, seed=seed).scaled(scale), place, out, start)
+    recipe = replace(POCKET_RECIPE.one_frame() if one_frame else POCKET_RECIPE, seed=seed)
+    _train(recipe.scaled(scale), place, out, start)
 
 
 @app.command()

@@ -60,6 +60,10 @@ class Recipe:
     """A tokenizer of another pocket to use; None makes one of `vocab_size` pieces."""
     seed: int = 0
 
+    def one_frame(self) -> Recipe:
+        """The recipe for a model that sees every picture as its global frame alone."""
+        return replace(self, size=replace(self.size, longest_edge=shape.TILE_SIDE))
+
     def scaled(self, factor: float) -> Recipe:
         """The recipe with `factor` times as many steps in every stage, one at least."""
 
