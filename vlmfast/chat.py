@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vlmfast.chat_file import ChatState, Turn, read_chat, write_chat
-from vlmfast.errors import ContextLengthError, InputError
+from vlmfast.compose import check_layers
+from vlmfast.errors import ContextLengthError, InputError, OptionError
 from vlmfast.image.identity import digest_of
 from vlmfast.options import Overflow, Sampling, Vision
 from vlmfast.prompt import Message
@@ -56,6 +57,11 @@ class Chat:
     def pending_images(self) -> tuple[ImageInput, ...]:
         """Pictures that go with the next question."""
         return self._pending
+
+    @property
+    def vision(self) -> Vision:
+        """How many visual tokens its questions are computed on."""
+        return self._vision or Vision()
 
     def add_images(self, images: Images) -> None:
         """Gives pictures to the next question.
@@ -160,11 +166,12 @@ class Chat:
         file: give the same again to go on as before.
 
         Raises:
-            InputError: the file can not be read or is no saved chat.
+            InputError: the file can not be read, is no saved chat, or holds what this model does not have.
             ImageError: a picture in it can not be used within the model's `Limits`.
         """
         state = read_chat(path, vlm.load_images)
         same = state.token_space == _token_space(vlm)
+        _check_fits(state, vlm, f"{os.fspath(path)}", tokens=same, vision=vision is None)
         chat = cls(
             vlm,
             images=state.pending,
@@ -205,6 +212,23 @@ class Chat:
 def _least_missed(turns: list[Turn]) -> Turn:
     """The oldest turn without a picture, or the oldest: later questions are about the pictures."""
     return next((turn for turn in turns if not turn.question.images), turns[0])
+
+
+def _check_fits(state: ChatState, vlm: VLM, where: str, *, tokens: bool, vision: bool) -> None:
+    """Raises InputError where a file's answers (`tokens`) or its `vision` are none that the model can have."""
+    config = vlm.checkpoint.config
+    for number, turn in enumerate(state.turns if tokens else (), start=1):
+        for token in turn.answer.token_ids:
+            if token >= config.text.vocab_size or token == config.image_token_id:
+                raise InputError(
+                    f"{where}: a damaged chat: the answer of turn {number} holds token {token}, which this model does "
+                    "not write; empty its token_ids to go on from its text"
+                )
+    if vision and state.vision is not None and state.vision.fastv is not None:
+        try:
+            check_layers(state.vision.fastv, config.text.num_layers)
+        except OptionError as error:
+            raise InputError(f"{where}: this model can not go on with it: {error}; or load it with a vision") from error
 
 
 def _token_space(vlm: VLM) -> str:

@@ -81,8 +81,9 @@ def write_chat(path: str | os.PathLike[str], state: ChatState) -> None:
     target = Path(path)
     try:
         _write_whole(target, content)
-    except OSError as error:
-        raise InputError(f"{target} can not be written: {error.strerror or error}; choose another file") from error
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise InputError(f"{target} can not be written: {reason}; choose another file") from error
 
 
 def _write_whole(target: Path, content: dict[str, Any]) -> None:

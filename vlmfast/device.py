@@ -55,7 +55,10 @@ def resolve_dtype(name: str, stored: str, device: torch.device) -> torch.dtype:
             raise DeviceError(f"dtype '{name}' runs on the CPU only, not on {device.type}; use bfloat16 or float16")
         return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     if name not in _DTYPES:
-        raise DeviceError(f"dtype '{name}' is not supported; use auto, int8, int4, {', '.join(_DTYPES)}")
+        raise DeviceError(
+            f"dtype '{name}' is not supported; use auto, float32, bfloat16, "
+            "int8 or int4 (CPU only), or float16 (CUDA only)"
+        )
     if name == "float16" and device.type == "cpu":
         raise DeviceError("dtype 'float16' is slow and imprecise on CPUs; use bfloat16 or float32")
     return _DTYPES[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from vlmfast.cache.features import FeatureCache
 from vlmfast.checkpoint import Checkpoint, is_text_checkpoint, read_checkpoint, read_text_checkpoint, resolve_folder
 from vlmfast.errors import ConfigError
+from vlmfast.kv import text_within_memory
 from vlmfast.spec.model import Look, ModelDrafter
 from vlmfast.types import ImageInput
 from vlmfast.vision import VisionEncoder
@@ -40,7 +42,7 @@ def load_draft_model(
 
     Raises:
         ModelError: the checkpoint can not be used.
-        ConfigError: it has another tokenizer; the first difference is named.
+        ConfigError: it has another tokenizer (the first difference is named), or fewer embeddings than tokens.
     """
     folder = resolve_folder(name_or_path)
     checkpoint: Checkpoint | None = None
@@ -50,6 +52,15 @@ def load_draft_model(
         checkpoint = read_checkpoint(folder)
         text, tokenizer = checkpoint.config.text, checkpoint.tokenizer
     check_tokenizers(target.tokenizer, tokenizer, f"draft model {folder}")
+    num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if text.vocab_size < num_tokens:
+        raise ConfigError(
+            f"draft model {folder} has {text.vocab_size} embeddings, but its tokenizer {num_tokens} tokens; "
+            "give a checkpoint whose weights and tokenizer belong together"
+        )
+    text = text_within_memory(text, device, dtype)
+    if checkpoint is not None:
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, text=text))
 
     def network() -> Any:
         return TextModel(text) if checkpoint is None else family(checkpoint.config.model_type)(checkpoint.config)

@@ -20,20 +20,25 @@ _UNKNOWN_MEMORY = 16 * 2**30
 
 
 def within_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> ModelConfig:
-    """The configuration with no longer context than the device has memory for.
+    """The configuration with no longer context than the device has memory for, see `text_within_memory`."""
+    text = text_within_memory(config.text, device, dtype)
+    return config if text is config.text else replace(config, text=text)
+
+
+def text_within_memory(text: TextConfig, device: torch.device, dtype: torch.dtype) -> TextConfig:
+    """A decoder's configuration with no longer context than the device has memory for.
 
     A checkpoint may claim any number of positions. Of these remain as many as the page of one sequence could hold if
     it had all memory, and as the tables of positions could with a 64th of it.
     """
     memory = total_memory(device)
-    text = config.text
     page_bytes = text.num_layers * 2 * text.num_kv_heads * text.head_dim * dtype.itemsize  # of one token
     table_bytes = 2 * text.head_dim * torch.float32.itemsize
     most = max(min(memory // page_bytes, memory // _TABLE_SHARE // table_bytes), 1)
     if text.max_positions <= most:
-        return config
+        return text
     _log.info("the context is %d tokens, not %d: no more fit in memory", most, text.max_positions)
-    return replace(config, text=replace(text, max_positions=most))
+    return replace(text, max_positions=most)
 
 
 def total_memory(device: torch.device) -> int:

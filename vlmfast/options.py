@@ -10,27 +10,7 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Literal, TypeAlias
 
-from vlmfast.errors import OptionError
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise OptionError(f"{name} must be {rule}, got {value!r}")
-
-
-def _require_kind(kind: type | tuple[type, ...], name: str, value: object, rule: str) -> None:
-    """A value of another type would fail in the middle of a step, where others are computed beside it."""
-    _require(isinstance(value, kind) and not isinstance(value, bool), name, value, rule)
-
-
-_SAMPLING_KINDS: dict[str, type] = {
-    "max_new_tokens": int,
-    "top_k": int,
-    "seed": int,
-    "temperature": float,
-    "top_p": float,
-    "repetition_penalty": float,
-}
+from vlmfast.checks import plain, require, require_counts, require_kind, settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,25 +40,24 @@ class Sampling:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         else:
-            _require_kind(Iterable, "stop", self.stop, "a text or several")
+            require_kind(Iterable, "stop", self.stop, "a text or several")
             object.__setattr__(self, "stop", tuple(self.stop))
-        for name in ("max_new_tokens", "top_k", *(("seed",) if self.seed is not None else ())):
-            _require_kind(Integral, name, getattr(self, name), "a whole number")
+        require_counts(self, "max_new_tokens")
+        for name in ("top_k", *(("seed",) if self.seed is not None else ())):
+            require_kind(Integral, name, getattr(self, name), "a whole number")
         for name in ("temperature", "top_p", "repetition_penalty"):
-            _require_kind(Real, name, getattr(self, name), "a number")
-        _require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _require(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or a positive number")
-        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+            require_kind(Real, name, getattr(self, name), "a number")
+        require(0.0 <= self.temperature < float("inf"), "temperature", self.temperature, "0 or a positive number")
+        require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         penalty = self.repetition_penalty
-        _require(1e-3 <= penalty <= 1e3, "repetition_penalty", penalty, "between 0.001 and 1000")
-        _require(
+        require(1e-3 <= penalty <= 1e3, "repetition_penalty", penalty, "between 0.001 and 1000")
+        require(
             all(isinstance(text, str) and text for text in self.stop), "stop", self.stop, "texts that are not empty"
         )
-        _require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
-        for name, kind in _SAMPLING_KINDS.items():  # numpy's numbers and fractions are numbers, torch wants Python's
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, kind(getattr(self, name)))
+        require(self.seed is None or 0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        settle(self, int, "top_k", "seed")
+        settle(self, float, "temperature", "top_p", "repetition_penalty")
 
 
 IMAGE_FORMATS = (
@@ -118,18 +97,16 @@ class Limits:
     """Longest time a URL may take, redirects included."""
 
     def __post_init__(self) -> None:
-        for name in ("max_image_pixels", "max_image_bytes", "max_images", "max_decoded_bytes"):
-            _require_kind(Integral, name, getattr(self, name), "a whole number")
-            _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
+        require_counts(self, "max_image_pixels", "max_image_bytes", "max_images", "max_decoded_bytes")
         for name in ("allow_truncated", "allow_paths", "allow_urls"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _require_kind(Real, "fetch_timeout_s", self.fetch_timeout_s, "a number of seconds")
-        _require(0 < self.fetch_timeout_s < float("inf"), "fetch_timeout_s", self.fetch_timeout_s, "above 0")
-        _require(
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        require_kind(Real, "fetch_timeout_s", self.fetch_timeout_s, "a number of seconds")
+        require(0 < self.fetch_timeout_s < float("inf"), "fetch_timeout_s", self.fetch_timeout_s, "above 0")
+        require(
             isinstance(self.formats, (tuple, list)) and len(self.formats) > 0, "formats", self.formats, "some formats"
         )
         for name in self.formats:
-            _require(name in IMAGE_FORMATS, "each of formats", name, f"one of {', '.join(IMAGE_FORMATS)}")
+            require(name in IMAGE_FORMATS, "each of formats", name, f"one of {', '.join(IMAGE_FORMATS)}")
         object.__setattr__(self, "formats", tuple(self.formats))
 
 
@@ -149,9 +126,7 @@ class Batching:
     """Tiles in one pass of the vision tower; bounds its memory."""
 
     def __post_init__(self) -> None:
-        for name in ("max_sequences", "max_step_tokens", "max_encode_tiles"):
-            _require_kind(Integral, name, getattr(self, name), "a whole number")
-            _require(getattr(self, name) > 0, name, getattr(self, name), "at least 1")
+        require_counts(self, "max_sequences", "max_step_tokens", "max_encode_tiles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,13 +158,15 @@ class Caching:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name.endswith("_bytes")):
-            _require_kind(Integral, name, getattr(self, name), "a whole number of bytes")
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or more bytes")
-        _require(isinstance(self.prefix_disk, bool), "prefix_disk", self.prefix_disk, "True or False")
-        _require(isinstance(self.salt, str), "salt", self.salt, "a text")
+            require_kind(Integral, name, getattr(self, name), "a whole number of bytes")
+            require(getattr(self, name) >= 0, name, getattr(self, name), "0 (off) or more bytes")
+            settle(self, int, name)
+        require(isinstance(self.prefix_disk, bool), "prefix_disk", self.prefix_disk, "True or False")
+        require(isinstance(self.salt, str), "salt", self.salt, "a text")
         if self.folder is not None:
-            _require_kind((str, os.PathLike), "folder", self.folder, "a path")
-            _require(os.fspath(self.folder) != "", "folder", self.folder, "a path")
+            require_kind((str, os.PathLike), "folder", self.folder, "a path")
+            path = os.fspath(self.folder)
+            require(isinstance(path, str) and path != "" and "\0" not in path, "folder", self.folder, "a path")
 
     @classmethod
     def off(cls) -> Caching:
@@ -212,7 +189,7 @@ class Overflow(StrEnum):
         Raises:
             OptionError: there is none of this name.
         """
-        _require(value in {one.value for one in cls}, "overflow", value, f"one of {', '.join(cls)}")
+        require(value in {one.value for one in cls}, "overflow", value, f"one of {', '.join(cls)}")
         return cls(value)
 
 
@@ -233,12 +210,11 @@ class Verification:
     """Largest difference of a pixel, in grey levels of 255."""
 
     def __post_init__(self) -> None:
-        _require_kind(Integral, "max_new_tokens", self.max_new_tokens, "a whole number")
-        _require(self.max_new_tokens > 0, "max_new_tokens", self.max_new_tokens, "at least 1")
+        require_counts(self, "max_new_tokens")
         for name in ("grey_levels", *(("tolerance",) if self.tolerance is not None else ())):
             value = getattr(self, name)
-            _require_kind(Real, name, value, "a number")
-            _require(0.0 <= value < float("inf"), name, value, "0 or a positive number")
+            require_kind(Real, name, value, "a number")
+            require(0.0 <= value < float("inf"), name, value, "0 or a positive number")
 
     def tolerance_in(self, dtype: str) -> float:
         """The tolerance of a run in "float32", "bfloat16" or "float16"."""
@@ -255,8 +231,8 @@ Keep: TypeAlias = float | int
 
 def _require_keep(name: str, keep: Keep) -> None:
     rule = "a share above 0 and up to 1, or a whole number of tokens from 2 on"
-    _require_kind(Real, name, keep, rule)
-    _require(0 < keep <= 1 or (isinstance(keep, Integral) and keep >= 2), name, keep, rule)
+    require_kind(Real, name, keep, rule)
+    require(0 < keep <= 1 or (isinstance(keep, Integral) and keep >= 2), name, keep, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,20 +256,21 @@ class FastV:
     """What decides. "random" is the control that a ranking must beat."""
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.then, (tuple, list)), "then", self.then, "pairs of (layer, keep)")
+        require(isinstance(self.then, (tuple, list)), "then", self.then, "pairs of (layer, keep)")
         for one in self.then:
-            _require(isinstance(one, (tuple, list)) and len(one) == 2, "each of then", one, "a pair (layer, keep)")
+            require(isinstance(one, (tuple, list)) and len(one) == 2, "each of then", one, "a pair (layer, keep)")
         object.__setattr__(self, "then", tuple((layer, keep) for layer, keep in self.then))
         for layer, keep in self.steps:
-            _require_kind(Integral, "layer", layer, "a whole number")
-            _require(layer >= 1, "layer", layer, "at least 1: the layer before it ranks the tokens")
+            require_kind(Integral, "layer", layer, "a whole number")
+            require(layer >= 1, "layer", layer, "at least 1: the layer before it ranks the tokens")
             _require_keep("keep", keep)
         layers = [layer for layer, _ in self.steps]
-        _require(layers == sorted(set(layers)), "then", self.then, f"at layers above {self.layer}, in rising order")
+        require(layers == sorted(set(layers)), "then", self.then, f"at layers above {self.layer}, in rising order")
         for (_, more), (_, fewer) in pairwise(self.steps):
             like = (more <= 1) == (fewer <= 1)
-            _require(not like or fewer <= more, "then", self.then, "of keeps that do not grow")
-        _require(self.rank in ("attention", "random"), "rank", self.rank, "'attention' or 'random'")
+            require(not like or fewer <= more, "then", self.then, "of keeps that do not grow")
+        require(self.rank in ("attention", "random"), "rank", self.rank, "'attention' or 'random'")
+        settle(self, plain, "layer", "keep", "then")
 
     @property
     def steps(self) -> tuple[tuple[int, Keep], ...]:
@@ -320,10 +297,9 @@ class ToMe:
         values = self.r if isinstance(self.r, (tuple, list)) else (self.r,)
         rule = "a whole number from 0 on or a share up to 0.5, or a tuple of these"
         for value in values:
-            _require_kind(Real, "r", value, rule)
-            _require(0 <= value <= 0.5 or (isinstance(value, Integral) and value > 0), "r", value, rule)
-        if isinstance(self.r, list):
-            object.__setattr__(self, "r", tuple(self.r))
+            require_kind(Real, "r", value, rule)
+            require(0 <= value <= 0.5 or (isinstance(value, Integral) and value > 0), "r", value, rule)
+        object.__setattr__(self, "r", plain(tuple(self.r) if isinstance(self.r, list) else self.r))
 
 
 REDUCERS = ("saliency", "diversity", "scope", "merge", "pool", "random")
@@ -354,16 +330,17 @@ class Reduce:
     """Of "random"."""
 
     def __post_init__(self) -> None:
-        _require(self.method in REDUCERS, "method", self.method, f"one of {', '.join(REDUCERS)}")
+        require(self.method in REDUCERS, "method", self.method, f"one of {', '.join(REDUCERS)}")
         if isinstance(self.keep, str):
-            _require(self.keep == "auto", "keep", self.keep, "a share, a number of tokens, or 'auto'")
-            _require(self.method != "pool", "keep", self.keep, "a share or a number with 'pool', which has no ranking")
+            require(self.keep == "auto", "keep", self.keep, "a share, a number of tokens, or 'auto'")
+            require(self.method != "pool", "keep", self.keep, "a share or a number with 'pool', which has no ranking")
         else:
             _require_keep("keep", self.keep)
-        _require_kind(Real, "floor", self.floor, "a share")
-        _require(0 < self.floor <= 1, "floor", self.floor, "above 0 and at most 1")
-        _require_kind(Integral, "seed", self.seed, "a whole number")
-        _require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        require_kind(Real, "floor", self.floor, "a share")
+        require(0 < self.floor <= 1, "floor", self.floor, "above 0 and at most 1")
+        require_kind(Integral, "seed", self.seed, "a whole number")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        settle(self, plain, "keep", "floor", "seed")
 
 
 Resolution: TypeAlias = Literal["low", "high", "auto"] | int
@@ -389,12 +366,12 @@ class Vision:
     def __post_init__(self) -> None:
         for name, kind in (("tome", ToMe), ("reduce", Reduce), ("fastv", FastV)):
             value = getattr(self, name)
-            _require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__} or None")
+            require(value is None or isinstance(value, kind), name, value, f"a {kind.__name__} or None")
         if isinstance(self.resolution, str):
-            _require(self.resolution in ("low", "high", "auto"), "resolution", self.resolution, _RESOLUTION_RULE)
+            require(self.resolution in ("low", "high", "auto"), "resolution", self.resolution, _RESOLUTION_RULE)
         else:
-            _require_kind(Integral, "resolution", self.resolution, _RESOLUTION_RULE)
-            _require(self.resolution > 0, "resolution", self.resolution, _RESOLUTION_RULE)
+            require_kind(Integral, "resolution", self.resolution, _RESOLUTION_RULE)
+            require(self.resolution > 0, "resolution", self.resolution, _RESOLUTION_RULE)
+            settle(self, int, "resolution")
         if self.max_pixels is not None:
-            _require_kind(Integral, "max_pixels", self.max_pixels, "a whole number")
-            _require(self.max_pixels > 0, "max_pixels", self.max_pixels, "at least 1")
+            require_counts(self, "max_pixels")

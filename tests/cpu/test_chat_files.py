@@ -124,6 +124,9 @@ def test_another_vocabulary_goes_on_from_the_texts(
         lambda content: content["images"][0].update(png="/etc/passwd"),
         lambda content: content["images"][0].update(png="aGVsbG8="),
         lambda content: content["images"][0].update(png=content["images"][0]["png"][:200]),
+        lambda content: content["turns"][0].update(token_ids=[10**9]),
+        lambda content: content["turns"][1].update(token_ids=[5, 10**30]),
+        lambda content: content.update(vision={"fastv": {"layer": 99}}),
         lambda content: content.update(vision="low"),
         lambda content: content.update(vision={"resolution": "huge"}),
         lambda content: content.update(vision={"resize": 3}),
@@ -139,6 +142,20 @@ def test_a_damaged_file_is_refused(
     """Guards files that others wrote: one clear error, whatever is wrong in them."""
     with pytest.raises(InputError):
         Chat.load(_edited(saved[1], edit), idle_engine)
+
+
+def test_what_another_model_had_is_refused_by_name(saved: tuple[Chat, Path], idle_engine: Any) -> None:
+    """Guards questions that fail one after the other: said at load, with a way on; that of a picture is no answer."""
+    tokens = idle_engine.checkpoint.config.text.vocab_size, idle_engine.checkpoint.config.image_token_id
+    for token in tokens:
+        path = _edited(saved[1], lambda content, token=token: content["turns"][1].update(token_ids=[token]))
+        with pytest.raises(InputError, match=rf"chat\.json: .* turn 2 holds token {token}"):
+            Chat.load(path, idle_engine)
+    path = _edited(path, lambda content: content["turns"][1].update(token_ids=[]))
+    _edited(path, lambda content: content.update(vision={"fastv": {"layer": 99}}))
+    with pytest.raises(InputError, match=r"chat\.json: .*layer=99"):
+        Chat.load(path, idle_engine)
+    assert Chat.load(path, idle_engine, vision=Vision()).ask("Sure?", sampling=_GREEDY)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000])
@@ -171,3 +188,5 @@ def test_a_failed_save_leaves_the_old_file(
     assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
     with pytest.raises(InputError, match=r"no folder.*No such file"):
         chat.save(tmp_path / "no folder" / "chat.json")
+    with pytest.raises(InputError, match="can not be written"):
+        chat.save(tmp_path / "a\0b")

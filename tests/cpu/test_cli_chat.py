@@ -86,6 +86,30 @@ def test_lines_are_answered_in_one_conversation(
     assert "taken back: And this?" in again.stderr
 
 
+def test_given_options_hold_for_a_loaded_chat(
+    converse: Callable[..., Any], pictures: dict[str, str], tmp_path: Path
+) -> None:
+    """Guards a lossy option that a file of a chat without one undid in silence; without options the file's holds."""
+    saved, reduced = str(tmp_path / "chat.json"), str(tmp_path / "reduced.json")
+    converse(["What is it?", f"/save {saved}"], pictures["one"])
+    done = converse([f"/load {saved}", "And?", f"/save {reduced}"], "--reduce", "random", "--keep", "0.25", "--stats")
+    assert "as the options say: Reduce random keep=0.25" in done.stderr and "; visual tokens " in done.stderr
+    done = converse([f"/load {reduced}", "And?"], "--stats")
+    assert "as the file says: Reduce random keep=0.25" in done.stderr and "; visual tokens " in done.stderr
+    done = converse([f"/load {saved}", "And?"], "--stats")
+    assert "visual tokens" not in done.stderr
+
+
+def test_a_draft_model_is_asked_for(converse: Callable[..., Any]) -> None:
+    done = converse(["What?"], "--speculation", "model")
+    assert (done.returncode, done.stdout) == (2, "") and "--draft-model" in done.stderr
+
+
+def test_a_wrong_dtype_names_those_that_run(converse: Callable[..., Any]) -> None:
+    done = converse(["What?"], "--dtype", "int2")
+    assert done.returncode != 0 and "float16 (CUDA only)" in " ".join(done.stderr.split())
+
+
 def test_bad_lines_are_reported_and_the_others_run(
     converse: Callable[..., Any], vlm: VLM, pictures: dict[str, str]
 ) -> None:

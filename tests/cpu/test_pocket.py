@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import vlmfast
 from vlmfast import Sampling
 from vlmfast.checkpoint import bundled_model
 from vlmfast.train.answers import is_right
+from vlmfast.train.asking import Asker
 
 _SCENES = Path(__file__).parents[2] / "assets" / "scenes"
 
@@ -24,22 +26,22 @@ def pocket() -> Any:
 def test_the_readme_command_is_answered_right(pocket: Any) -> None:
     """Guards the first answer a newcomer reads."""
     assert str(pocket.describe(_SCENES / "dog.png", "What is in the picture?")) == "There is a dog."
-    assert "yellow" in str(vlmfast.describe(_SCENES / "dog.png", "What colour is the background?", model=pocket))
+    assert "pink" in str(vlmfast.describe(_SCENES / "dog.png", "What colour is the background?", model=pocket))
 
 
 def test_the_pocket_answers_the_asset_scenes(pocket: Any) -> None:
-    """Guards weights, tokenizer, pixels and runtime together: 76 of 93 answers were right when this was written.
+    """Guards weights, tokenizer, pixels and runtime together: 70 of 102 answers were right when this was written.
 
     Another CPU may round a close call the other way; more than four of them is a defect.
     """
+    asker = Asker(pocket)
     right: list[bool] = []
     for scene in json.loads((_SCENES / "truth.json").read_text(encoding="utf-8")):
         for row in scene["questions"]:
-            answer = pocket.describe(_SCENES / scene["file"], row["question"])
-            right.append(is_right(row["kind"], row["expect"], answer.text))
-            assert answer.finish_reason == "stop"
-    assert len(right) == 93
-    assert sum(right) >= 72
+            text = asker.continue_chat(Image.open(_SCENES / scene["file"]), row["before"], row["question"])
+            right.append(is_right(row["kind"], row["expect"], text))
+    assert len(right) == 102
+    assert sum(right) >= 66
 
 
 def test_the_picture_decides_the_answer(pocket: Any) -> None:
@@ -51,7 +53,6 @@ def test_the_picture_decides_the_answer(pocket: Any) -> None:
 def test_the_pocket_says_what_transformers_says() -> None:
     """Guards the claim that the folder is an ordinary checkpoint: float32, the same tokens."""
     import torch
-    from PIL import Image
     from transformers import AutoProcessor, Idefics3ForConditionalGeneration
 
     folder = bundled_model()

@@ -16,7 +16,7 @@ import torch
 from oracle import noise
 
 from vlmfast import Sampling
-from vlmfast.cache.weights import WeightsStore
+from vlmfast.cache.weights import _KIND, _VERSION, WeightsStore
 from vlmfast.cli.main import main
 from vlmfast.metrics import Counters
 from vlmfast.options import Caching
@@ -120,7 +120,20 @@ def _another(file: Path) -> None:
     (file.parent / f"{_OTHER_KEY}.safetensors").replace(file)
 
 
-@pytest.mark.parametrize("damage", [_cut, _flip, _foreign, _empty, _nonsense, _another])
+def _number(file: Path) -> None:
+    """Ours, but for a tensor without dimensions."""
+    from safetensors.torch import save_file
+
+    metadata = {"kind": _KIND, "version": _VERSION, "key": file.stem, "crc32": "0"}
+    save_file({"x.codes": torch.tensor(3, dtype=torch.int8), "x.scale": torch.tensor(1.0)}, file, metadata=metadata)
+
+
+def _folder(file: Path) -> None:
+    file.unlink()
+    (file / "inside").mkdir(parents=True)
+
+
+@pytest.mark.parametrize("damage", [_cut, _flip, _foreign, _empty, _nonsense, _another, _number, _folder])
 def test_a_file_that_is_not_whole_is_made_anew(
     damage: Callable[[Path], None],
     load_vlm: Callable[..., Any],
@@ -148,6 +161,36 @@ def test_a_folder_that_can_not_be_written_costs_a_warning(
     (tmp_path / "weights").write_text("a file where the folder should be")
     vlm = load_vlm(dtype="int8", caching=Caching(folder=tmp_path, features_disk_bytes=0))
     assert _answer(vlm) and sum("going on without" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("how", ["long", "zero", "closed"])
+def test_a_folder_that_can_not_be_reached_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Guards a load that an unusable folder ended: one warning, nothing found, nothing kept, nothing raised."""
+    folder = {"long": tmp_path / ("x" * 300), "zero": tmp_path / "a\0b", "closed": tmp_path / "closed" / "weights"}[how]
+    if how == "closed":
+
+        def closed(self: Path, **kwargs: Any) -> Any:  # as for a user who may not search the folder
+            raise PermissionError(13, "Permission denied", str(self))
+
+        monkeypatch.setattr(Path, "stat", closed)
+    store = WeightsStore(folder, max_bytes=2**20, counters=Counters())
+    assert store.load(_KEY, _FORM) is None and not store.save(_KEY, _TENSORS, "")
+    assert sum("going on without" in record.message for record in caplog.records) == 1
+    monkeypatch.undo()
+    fresh = WeightsStore(folder, max_bytes=2**20, counters=Counters())
+    assert fresh.totals()["entries"] == 0
+    fresh.clear()
+
+
+def test_a_folder_in_the_place_of_a_file_is_no_entry(store: WeightsStore) -> None:
+    """Guards the lists and the limit: it is dropped, and makes room as a file does."""
+    for act in (lambda: store.entries(lambda entry, _: entry), store.clear, lambda: store._evict(0)):
+        place = store.folder / f"{_KEY}.safetensors"
+        (place / "inside").mkdir(parents=True)
+        act()
+        assert not place.exists() and not store.failed
 
 
 def test_store_gives_back_what_was_put(store: WeightsStore) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import PIL
 import pytest
@@ -84,6 +86,30 @@ def test_rows_may_lie_apart(way: str) -> None:
     """Guards strides: a view into a larger picture is read where it lies."""
     pixels = noise(90, 70)[5:60, 10:80]
     assert np.array_equal(resize(pixels, (41, 37), 3), _by_pillow(np.ascontiguousarray(pixels), (41, 37), 3))
+
+
+def test_a_very_long_side_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards weights by the million: Pillow scales such a picture, to the same pixels. Without a limit it shows."""
+    if reason := why_no_resize():
+        pytest.skip(reason)
+    for pixels, size in ((noise(400_000, 1), (64, 1)), (noise(1, 400_000), (1, 64))):
+        peaks = []
+        for limit in (2**18, 2**40):
+            monkeypatch.setattr(resize_module, "_MAX_WEIGHTS", limit)
+            tracemalloc.start()
+            assert np.array_equal(resize(pixels, size, 1), _by_pillow(pixels, size, 1))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert peaks[0] < 2**23 < peaks[1]
+
+
+def test_the_stride_of_a_single_pixel_does_not_matter(way: str) -> None:
+    """Guards rows and columns of one pixel, which numpy gives any stride and still calls contiguous."""
+    for shape, strides in (((7, 1, 3), (3, 999, 1)), ((1, 7, 3), (999, 3, 1)), ((1, 1, 3), (55, 77, 1))):
+        pixels = np.lib.stride_tricks.as_strided(noise(7, 1), shape, strides)
+        assert pixels.flags.c_contiguous
+        for size in ((5, 4), (1, 9), (9, 1)):
+            assert np.array_equal(resize(pixels, size, 3), _by_pillow(pixels.copy(), size, 3))
 
 
 def test_other_weights_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

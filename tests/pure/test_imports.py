@@ -39,6 +39,7 @@ LAYERS = (
     {"image"},
     {"checkpoint", "device", "compose"},
     {"options"},
+    {"checks"},
     {"types", "errors", "metrics"},
 )
 """Modules and sub-packages of vlmfast, top to bottom. Those of one layer do not import each other."""

@@ -35,7 +35,7 @@ def test_values_in_range_are_taken(name: str, values: list[Any]) -> None:
     ("name", "values"),
     [
         ("max_new_tokens", [0, -1]),
-        ("temperature", [-0.1, _NAN, _INF]),
+        ("temperature", [-0.1, _NAN, _INF, 10**400]),
         ("top_p", [0.0, -1.0, 1.01, _NAN]),
         ("top_k", [-1]),
         ("repetition_penalty", [0.0, -1.0, _NAN, _INF]),
@@ -140,7 +140,7 @@ def test_defaults_are_greedy_and_unlimited() -> None:
         ("prefix_ram_bytes", [-1]),
         ("prefix_disk_bytes", [-1]),
         ("prefix_disk", [1, None, "yes"]),
-        ("folder", ["", 5, b"x"]),
+        ("folder", ["", 5, b"x", "a\0b"]),
         ("salt", [None, b"x", 1]),
     ],
 )

@@ -76,9 +76,10 @@ class WeightsStore:
     def load(self, key: str, form: Form) -> dict[str, Tensor] | None:
         """The tensors under a key, mapped from the file; None where there are none, or none that are whole."""
         file = self._file(key)
-        if self.failed or not file.is_file():
+        if self.failed:
             return None
         try:
+            file.stat()
             tensors = _read(file, key)
             found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
             if found != dict(form):
@@ -86,7 +87,9 @@ class WeightsStore:
         except _BadFileError as error:
             self._drop(file, str(error))
             return None
-        except OSError as error:
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             self._give_up(error)
             return None
         with contextlib.suppress(OSError):  # a shared folder may be read-only
@@ -109,8 +112,8 @@ class WeightsStore:
             with partial.open("rb") as stream:
                 os.fsync(stream.fileno())  # a rename that outlives the data would leave a torn file
             partial.replace(self._file(key))
-        except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
+        except (OSError, ValueError, SafetensorError) as error:
+            with contextlib.suppress(OSError, ValueError):
                 partial.unlink(missing_ok=True)
             self._give_up(error)
             return False
@@ -151,8 +154,8 @@ class WeightsStore:
         """Removes everything that is ours, and the folder if nothing else is in it."""
         for file in [*self._files(), *self._partial_files()]:
             with contextlib.suppress(OSError):
-                file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
+                _remove(file)
+        with contextlib.suppress(OSError, ValueError):
             self.folder.rmdir()
 
     def _file(self, key: str) -> Path:
@@ -160,26 +163,33 @@ class WeightsStore:
 
     def _files(self) -> list[Path]:
         """Ours by name: 64 hexadecimal digits."""
-        return [file for file in sorted(self.folder.glob(f"*{_SUFFIX}")) if _is_key(file.stem)]
+        return [file for file in self._like(f"*{_SUFFIX}") if _is_key(file.stem)]
 
     def _partial_files(self) -> list[Path]:
-        return [file for file in self.folder.glob("*.part") if _is_key(file.name.split(".")[0])]
+        return [file for file in self._like("*.part") if _is_key(file.name.split(".")[0])]
+
+    def _like(self, pattern: str) -> list[Path]:
+        """In order; none of a folder that can not be read."""
+        try:
+            return sorted(self.folder.glob(pattern))
+        except OSError:
+            return []
 
     def _evict(self, target: int) -> None:
         """Removes the longest unused files until at most `target` bytes are kept, and what killed processes left."""
         for file in self._partial_files():
             with contextlib.suppress(OSError):
                 if time.time() - file.stat().st_mtime > _STALE_SECONDS:
-                    file.unlink(missing_ok=True)
+                    _remove(file)
         kept = sorted(self._files(), key=_used_at)
         while kept and sum(map(_size, kept)) > target:
-            kept.pop(0).unlink(missing_ok=True)  # who has it mapped keeps it until it is done
+            _remove(kept.pop(0))  # who has it mapped keeps it until it is done
 
     def _drop(self, file: Path, reason: str) -> None:
         _log.warning("%s is not used and made anew: %s", file, reason)
         self.counters.add("weights.dropped")
         with contextlib.suppress(OSError):
-            shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+            _remove(file)
 
     def _give_up(self, error: Exception) -> None:
         _log.warning("quantized weights can not be kept in %s, going on without: %s", self.folder, error)
@@ -193,6 +203,8 @@ def _opened(file: Path) -> Any:
     Raises:
         _BadFileError: it is no whole file of ours.
     """
+    if file.is_dir():
+        raise _BadFileError("it is a folder")
     try:
         with safe_open(file, framework="pt") as reader:
             if (reader.metadata() or {}).get("kind") != _KIND:
@@ -223,9 +235,17 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
     checksum = 0
     for name in sorted(tensors):
-        data: Any = tensors[name].view(torch.uint8).numpy()
+        data: Any = tensors[name].reshape(-1).view(torch.uint8).numpy()  # a single number has no bytes to view
         checksum = zlib.crc32(data, zlib.crc32(name.encode(), checksum))
     return checksum
+
+
+def _remove(file: Path) -> None:
+    """Removes a file, or a folder that took its place."""
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
 
 
 def _is_key(name: str) -> bool:

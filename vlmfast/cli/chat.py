@@ -33,8 +33,9 @@ from vlmfast.cli.vision import (
     TomeOption,
     vision_of,
 )
+from vlmfast.compose import names_of
 from vlmfast.errors import InputError, VLMFastError
-from vlmfast.options import Caching, FastV, Overflow, Sampling
+from vlmfast.options import Caching, FastV, Overflow, Sampling, Vision
 from vlmfast.spec.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def chat(
         seed=seed,
     )
     conversation = vlm.chat(list(loaded), system=system, overflow=overflow, vision=vision)
-    session = _Session(vlm=vlm, chat=conversation, sampling=sampling, stats=stats)
+    session = _Session(vlm=vlm, chat=conversation, sampling=sampling, stats=stats, vision=vision)
     num_failed = 0
     for line in _lines():
         try:
@@ -145,6 +146,8 @@ class _Session:
     chat: Chat
     sampling: Sampling
     stats: bool
+    vision: Vision
+    """What the options ask for. A chat that is loaded keeps its own where they ask for nothing."""
 
     def take(self, line: str) -> bool:
         """Carries out a line: a question or a command. False when it is the last.
@@ -174,8 +177,7 @@ class _Session:
                 self.chat.save(path)
                 write_note(f"saved to {path}")
             case "/load":
-                self.chat = type(self.chat).load(path, self.vlm)
-                write_note(f"{len(self.chat.messages)} messages; the last: {_last_text(self.chat)}")
+                self._load(path)
             case "/help":
                 write(_HELP)
             case "/quit" | "/exit":
@@ -183,6 +185,14 @@ class _Session:
             case _:
                 raise InputError(f"no command {command}; /help lists them, and a space before it makes it text")
         return True
+
+    def _load(self, path: str) -> None:
+        given = None if self.vision == Vision() else self.vision
+        self.chat = type(self.chat).load(path, self.vlm, vision=given)
+        write_note(f"{len(self.chat.messages)} messages; the last: {_last_text(self.chat)}")
+        if self.chat.vision != Vision():
+            whose = "the file says" if given is None else "the options say"
+            write_note(f"fewer visual tokens, as {whose}: {', '.join(names_of(self.chat.vision))}")
 
     def _ask(self, text: str) -> None:
         """Streams the answer. Ctrl-C ends it, and the chat is as it was before the question."""

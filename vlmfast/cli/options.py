@@ -68,6 +68,8 @@ def drafting_of(speculation: str, draft_model: str | None) -> Speculation:
         OptionError: there is no such drafter, or it and the draft model do not go together.
     """
     if draft_model is None:
+        if speculation == "model":
+            raise OptionError("--speculation model needs a model to draft with; name one with --draft-model")
         return Speculation.of(speculation).loadable()
     if speculation not in (DEFAULT_DRAFTER, "model"):
         raise OptionError(f"--draft-model goes with --speculation model, got {speculation}; leave one of them out")

@@ -80,5 +80,6 @@ def _normalise(pixels: Pixels, levels: _Floats, out: _Floats) -> None:
         for channel, plane in enumerate(out):
             np.take(levels[channel], pixels[..., channel], out=plane, mode="clip")
         return
-    assert pixels.strides[1:] == (3, 1) and pixels.shape == (*out.shape[1:], 3) and out.flags.c_contiguous
+    assert pixels.shape == (*out.shape[1:], 3) and out.flags.c_contiguous
+    assert pixels.strides[2] == 1 and (pixels.strides[1] == 3 or len(pixels) == 1), pixels.strides
     library.vlmfast_look_up(pixels.ctypes.data, pixels.strides[0], len(pixels), levels.ctypes.data, out.ctypes.data)

@@ -1,7 +1,9 @@
 """Resampling of pictures, pixel for pixel as Pillow does it, but only the part that is wanted and several times faster.
 
 The weights are worked out here; the sums are compiled (`vlmfast_kernels.cpu.resize`) and of integers. Where the
-compiled code is missing, Pillow itself does the work, to the same pixels.
+compiled code is missing, and for pictures so long that the weights would take much memory, Pillow itself does the work,
+to the same pixels. The one exception is the Hamming filter, which no checkpoint uses: its cosine may differ from
+Pillow's in the last bit, and so a pixel now and then by one grey level.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ _Doubles: TypeAlias = npt.NDArray[np.float64]
 _PRECISION_BITS = 22
 """Bits of a weight behind the point: sums of 8-bit pixels stay within 32 bits. Pillow's, so that pixels are its own."""
 
+_MAX_WEIGHTS = 2**20
+"""Of a side; so many take 8 MiB in each of a few arrays. A side of 512 has them from some 170,000 source pixels on."""
+
 
 def resize(
     pixels: Pixels, size: tuple[int, int], resample: int, window: tuple[int, int, int, int] | None = None
@@ -41,7 +46,9 @@ def resize(
     height, width = pixels.shape[:2]
     down_first = _down_first(width, height, *size)
     library = resize_library()
-    if library is None or resample not in _FILTERS:
+    if library is None or not (
+        _is_plain(resample, width, size[0], right - left) and _is_plain(resample, height, size[1], bottom - top)
+    ):
         return _by_pillow(pixels, size, resample, down_first)[top:bottom, left:right]
     across = None if width == size[0] else _weights(width, size[0], resample, left, right)
     down = None if height == size[1] else _weights(height, size[1], resample, top, bottom)
@@ -55,6 +62,18 @@ def resize(
     if down is not None and not down_first:
         part = _down(library, part, down)
     return part
+
+
+def _is_plain(resample: int, length: int, new_length: int, wanted: int) -> bool:
+    """Whether so many pixels of a side are made here: of a filter that is known, from weights that are not too many."""
+    if resample not in _FILTERS:
+        return False
+    return length == new_length or _num_taps(length, new_length, resample) * wanted <= _MAX_WEIGHTS
+
+
+def _num_taps(length: int, new_length: int, resample: int) -> int:
+    """Most pixels of a side of `length` that one of `new_length` is made of."""
+    return math.ceil(_FILTERS[resample][1] * max(length / new_length, 1.0)) * 2 + 1
 
 
 def _down_first(width: int, height: int, new_width: int, new_height: int) -> bool:
@@ -98,7 +117,7 @@ def _weights(length: int, new_length: int, resample: int, start: int, stop: int)
     centres = (np.arange(start, stop) + 0.5) * scale
     firsts = np.maximum((centres - reach + 0.5).astype(np.int64), 0)
     counts = np.minimum((centres + reach + 0.5).astype(np.int64), length) - firsts
-    places = np.arange(math.ceil(reach) * 2 + 1)
+    places = np.arange(_num_taps(length, new_length, resample))
     weights = filter_((places + firsts[:, None] - centres[:, None] + 0.5) * (1.0 / stretch))
     weights[places >= counts[:, None]] = 0.0
     total = np.cumsum(weights, axis=1)[:, -1:]  # one after the other, as a plain sum in numpy is not
@@ -116,8 +135,9 @@ def _weights(length: int, new_length: int, resample: int, start: int, stop: int)
 
 def _across(library: ctypes.CDLL, pixels: Pixels, line: _Weights) -> Pixels:
     out = np.empty((len(pixels), len(line.firsts), 3), np.uint8)
+    scratch = np.empty(library.vlmfast_resize_scratch(pixels.shape[1]), np.uint8)
     library.vlmfast_resize_across(
-        *_place(pixels), *pixels.shape[:2], *_places(line), out.shape[1], out.ctypes.data, out.strides[0]
+        *_place(pixels), *pixels.shape[:2], *_places(line), out.shape[1], *_place(out), scratch.ctypes.data
     )
     return out
 
@@ -132,7 +152,9 @@ def _down(library: ctypes.CDLL, pixels: Pixels, line: _Weights) -> Pixels:
 
 def _place(pixels: Pixels) -> tuple[int, int]:
     """Address and bytes from row to row."""
-    assert pixels.dtype == np.uint8 and pixels.strides[1:] == (3, 1), (pixels.dtype, pixels.strides)
+    # In a single column nothing goes from one to the next, and its stride may be any number.
+    in_rows = pixels.strides[2] == 1 and (pixels.strides[1] == 3 or pixels.shape[1] == 1)
+    assert pixels.dtype == np.uint8 and in_rows, (pixels.dtype, pixels.strides)
     return pixels.ctypes.data, pixels.strides[0]
 
 

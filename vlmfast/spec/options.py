@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TypeAlias
 
+from vlmfast.checks import require, require_kind, settle
 from vlmfast.errors import OptionError
-from vlmfast.options import _require, _require_kind
 
 DRAFTERS = ("auto", "off", "lookup", "suffix", "model")
 """What can propose tokens ahead, by name."""
@@ -43,15 +43,16 @@ class Speculation:
     """Draft as much as has paid so far, down to nothing; False always drafts all it can."""
 
     def __post_init__(self) -> None:
-        _require(self.drafter in DRAFTERS, "speculation", self.drafter, f"one of {', '.join(DRAFTERS)}")
+        require(self.drafter in DRAFTERS, "speculation", self.drafter, f"one of {', '.join(DRAFTERS)}")
         for name in ("max_draft_tokens", "min_ngram", "max_ngram", "memory_tokens"):
-            _require_kind(Integral, name, getattr(self, name), "a whole number")
+            require_kind(Integral, name, getattr(self, name), "a whole number")
         bounds = {"max_draft_tokens": 1, "min_ngram": 1, "max_ngram": self.min_ngram, "memory_tokens": 0}
         for name, least in bounds.items():
-            _require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+            require(getattr(self, name) >= least, name, getattr(self, name), f"at least {least}")
+            settle(self, int, name)
         path = self.draft_model
-        _require(path is None or isinstance(path, (str, os.PathLike)), "draft_model", path, "a folder or a hub name")
-        _require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
+        require(path is None or isinstance(path, (str, os.PathLike)), "draft_model", path, "a folder or a hub name")
+        require(isinstance(self.adaptive, bool), "adaptive", self.adaptive, "True or False")
 
     @classmethod
     def of(cls, value: Drafting) -> Speculation:
@@ -70,7 +71,7 @@ class Speculation:
         Raises:
             OptionError: it drafts with a model and names none.
         """
-        _require(
+        require(
             self.drafter != "model" or self.draft_model is not None,
             "draft_model",
             self.draft_model,

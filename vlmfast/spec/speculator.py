@@ -86,9 +86,8 @@ class Speculator:
     def end(self, seq_id: int) -> None:
         """The sequence is over."""
         drafting = self._sequences.pop(seq_id, None)
-        if drafting is not None and drafting.asks_model and self._model is not None:
-            self._model.end(seq_id)
-            self.gate.repay(drafting.read_ms)
+        if drafting is not None:
+            self._leave_model(seq_id, drafting)
 
     def remember(
         self,
@@ -170,8 +169,8 @@ class Speculator:
         except Exception:  # no answer needs a draft
             _log.warning("the draft model failed; its answers are written without", exc_info=True)
             for index in asking:
-                self._sequences[wanted[index][0]].asks_model = False
-                self._model.end(wanted[index][0])
+                seq_id = wanted[index][0]
+                self._leave_model(seq_id, self._sequences[seq_id])
             return (time.perf_counter() - started) * 1e3
         for index, draft in zip(asking, drafts, strict=True):
             offers[index] = [*offers[index], draft]
@@ -181,6 +180,14 @@ class Speculator:
                 self.gate.advance(drafting.read_ms)
         self._passes_ms = max(map(len, drafts)) * self._model.pass_ms
         return (time.perf_counter() - started) * 1e3
+
+    def _leave_model(self, seq_id: int, drafting: _Drafting) -> None:
+        """The model drafts for the sequence no more: what was spent on reading its prompt can not be earned back."""
+        if self._model is None or not drafting.asks_model:
+            return
+        drafting.asks_model = False
+        self._model.end(seq_id)
+        self.gate.repay(drafting.read_ms)
 
     def _standard(self, salt: str, pictures: tuple[str, ...], options: Speculation) -> list[Drafter]:
         made: list[Drafter] = []

@@ -8,15 +8,16 @@ from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 1
+_ABI = 2
 """`vlmfast_resize_abi` of the library that these signatures belong to."""
 
 _WEIGHTS = (c_void_p, c_void_p, c_void_p, c_int64)
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "vlmfast_resize_abi": (c_int, ()),
+    "vlmfast_resize_scratch": (c_int64, (c_int64,)),
     "vlmfast_resize_across": (
         None,
-        (c_void_p, c_int64, c_int64, c_int64, *_WEIGHTS, c_int64, c_void_p, c_int64),
+        (c_void_p, c_int64, c_int64, c_int64, *_WEIGHTS, c_int64, c_void_p, c_int64, c_void_p),
     ),
     "vlmfast_resize_down": (None, (c_void_p, c_int64, c_int64, *_WEIGHTS, c_int64, c_void_p, c_int64)),
     "vlmfast_look_up": (None, (c_void_p, c_int64, c_int64, c_void_p, c_void_p)),

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 // One function in several forms, of which the loader takes the one for this processor.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
@@ -39,14 +38,18 @@ VLMFAST_INLINE void weigh(const uint8_t* in, int64_t stride, const int32_t* weig
 
 extern "C" {
 
-int vlmfast_resize_abi() { return 1; }
+int vlmfast_resize_abi() { return 2; }
+
+// Bytes that vlmfast_resize_across needs besides. The caller has them, and is told where there are none.
+int64_t vlmfast_resize_scratch(int64_t columns) { return columns * kBlock; }
 
 // Pixels [rows, columns, 3] to [rows, width, 3]: column x is the sum of counts[x] columns from firsts[x] on, weighted by
-// weights[x, :]. Sixteen rows go together, turned so that a column's bytes lie side by side.
+// weights[x, :]. Sixteen rows go together, turned so that a column's bytes lie side by side: in `turned`, which has room
+// for vlmfast_resize_scratch(columns) bytes.
 VLMFAST_CLONES void vlmfast_resize_across(const uint8_t* in, int64_t in_stride, int64_t rows, int64_t columns,
                                           const int32_t* firsts, const int32_t* counts, const int32_t* weights,
-                                          int64_t taps, int64_t width, uint8_t* out, int64_t out_stride) {
-    std::vector<uint8_t> turned(columns * kBlock);
+                                          int64_t taps, int64_t width, uint8_t* out, int64_t out_stride,
+                                          uint8_t* turned) {
     for (int64_t top = 0; top < rows; top += kRows) {
         const int64_t height = std::min(kRows, rows - top);
         for (int64_t row = 0; row < height; ++row) {
@@ -55,7 +58,7 @@ VLMFAST_CLONES void vlmfast_resize_across(const uint8_t* in, int64_t in_stride, 
         }
         for (int64_t x = 0; x < width; ++x) {
             uint8_t column[kBlock];
-            weigh<kBlock>(turned.data() + firsts[x] * kBlock, kBlock, weights + x * taps, counts[x], column);
+            weigh<kBlock>(turned + firsts[x] * kBlock, kBlock, weights + x * taps, counts[x], column);
             for (int64_t row = 0; row < height; ++row) {
                 uint8_t* pixel = out + (top + row) * out_stride + x * kChannels;
                 for (int64_t channel = 0; channel < kChannels; ++channel) pixel[channel] = column[channel * kRows + row];
