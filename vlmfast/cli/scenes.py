@@ -44,14 +44,15 @@ def make(
 def score(
     seed: Annotated[int, typer.Option(metavar="S", help="Which held-out scenes.")] = 0,
     count: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How many scenes (or pictures); most have 8 to 10 questions.")
+        int, typer.Option(metavar="N", min=1, help="How many scenes (or pictures); about 8 questions each.")
     ] = 50,
     model: Annotated[
         str | None, typer.Option("--model", "-m", metavar="NAME_OR_PATH", help="The default is the bundled model.")
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16, or float16 (CUDA only).")
+        str,
+        typer.Option(metavar="DTYPE", help="auto, float32, bfloat16, int8 or int4 (CPU only), or float16 (CUDA only)."),
     ] = "auto",
     easy_vqa: Annotated[
         bool, typer.Option("--easy-vqa", help="Score on the test split of easy-VQA (pip install easy-vqa) instead.")
