@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +88,7 @@ def write_chat(path: str | os.PathLike[str], state: ChatState) -> None:
 def _write_whole(target: Path, content: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=target.parent, suffix=".tmp", delete=False) as file:
         try:
-            json.dump(content, file, default=_plain_number)
+            json.dump(content, file)
             file.close()
             os.replace(file.name, target)
         except BaseException:
@@ -160,11 +159,6 @@ def _vision(value: Any) -> Vision | None:
     kinds = {"tome": ToMe, "reduce": Reduce, "fastv": FastV}
     parts = {name: kinds[name](**part) if name in kinds and part is not None else part for name, part in value.items()}
     return Vision(**parts)
-
-
-def _plain_number(value: Any) -> int | float:
-    """Numbers of other libraries, which options take as well, as JSON has them."""
-    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _text(value: Any) -> str:
