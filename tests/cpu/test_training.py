@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from vlmfast.errors import InputError
 from vlmfast.train.optimise import Schedule
 from vlmfast.train.recipe import DRAFT_RECIPE, POCKET_RECIPE, Recipe, Workplace, train_pocket
 from vlmfast.vlm import VLM
@@ -70,3 +72,16 @@ def test_the_long_stage_may_be_ended(trained: Path) -> None:
 def test_going_on_from_another_shape_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="missing tensors"):
         train_pocket(tiny(POCKET_RECIPE), place(tmp_path), tmp_path / "out", start=trained / "out")
+
+
+def test_ending_what_never_began_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"joint\.pt is missing"):
+        train_pocket(tiny(DRAFT_RECIPE), place(tmp_path, anneal=True), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_package_is_said_before_hours_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "easy_vqa", None)
+    with pytest.raises(InputError, match="pip install easy-vqa"):
+        train_pocket(replace(tiny(DRAFT_RECIPE), easy_share=0.1), place(tmp_path / "work"), tmp_path / "out")
+    assert not (tmp_path / "work").exists()

@@ -102,6 +102,7 @@ def _workplace(work: Path, device: str, threads: int, *, resume: bool, anneal: b
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(threads)
+    resume |= anneal  # what is ended goes on from its own stages
     return Workplace(folder=work, device=resolve_device(device), num_workers=threads, resume=resume, anneal=anneal)
 
 

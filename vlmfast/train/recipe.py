@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from vlmfast.errors import InputError
 from vlmfast.train import shape
 from vlmfast.train.dense import DenseHeads, pretrain
+from vlmfast.train.easy_vqa import require_easy_vqa
 from vlmfast.train.evaluate import evaluate
 from vlmfast.train.export import write_pocket
 from vlmfast.train.frames import Frames, open_frames
@@ -113,7 +115,13 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
 
     Raises:
         WeightsError: `start` is of another shape.
+        InputError: easy-VQA is not installed, or there is no training to end.
     """
+    joint_state = place.folder / "joint.pt"
+    if place.anneal and not joint_state.is_file():
+        raise InputError(f"there is no training to end: {joint_state} is missing; train without --anneal first")
+    if recipe.easy_share > 0:
+        require_easy_vqa()  # hours before its pictures are wanted
     place.folder.mkdir(parents=True, exist_ok=True)
     given = recipe.tokenizer if start is None else start / "tokenizer.json"
     tokenizer = _tokenizer(recipe, place) if given is None else Tokenizer.from_file(str(given))

@@ -7,11 +7,12 @@ import os
 import sys
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from vlmfast_kernels.cpu.shared import open_library
 
 _ABI = 2
 """`vlmfast_abi` of the library that these structures belong to."""
@@ -127,19 +128,9 @@ def why_not_compiled(device: torch.device, dtype: torch.dtype) -> str:
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | str:
     """The library, ready to call, or why there is none."""
-    folder = Path(__file__).parents[1] / "csrc"
-    files = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"step{suffix}").is_file()]
-    if not files:
-        return "not built: it takes a C++ compiler (gcc or clang, x86-64) when vlmfast is installed"
-    try:
-        loaded = ctypes.CDLL(str(files[0]))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
-        return f"{files[0].name} does not load: {error}"
-    if loaded.vlmfast_abi() != _ABI:
-        return f"{files[0].name} was built from other sources; install vlmfast again"
+    loaded = open_library("step", _SIGNATURES, abi=("vlmfast_abi", _ABI), needs="a C++ compiler (gcc or clang, x86-64)")
+    if isinstance(loaded, str):
+        return loaded
     if not loaded.vlmfast_supported():
         return "this CPU has no AVX512-BF16 and VNNI"
     threads = _torch_threads()

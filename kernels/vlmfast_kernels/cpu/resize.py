@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from functools import lru_cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
+
+from vlmfast_kernels.cpu.shared import open_library
 
 _ABI = 2
 """`vlmfast_resize_abi` of the library that these signatures belong to."""
@@ -39,17 +39,4 @@ def why_no_resize() -> str:
 
 @lru_cache(maxsize=1)
 def _load() -> ctypes.CDLL | str:
-    folder = Path(__file__).parents[1] / "csrc"
-    files = [path for suffix in EXTENSION_SUFFIXES if (path := folder / f"resize{suffix}").is_file()]
-    if not files:
-        return "not built: it takes a C++ compiler when vlmfast is installed"
-    try:
-        loaded = ctypes.CDLL(str(files[0]))
-        for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(loaded, name)
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
-        return f"{files[0].name} does not load: {error}"
-    if loaded.vlmfast_resize_abi() != _ABI:
-        return f"{files[0].name} was built from other sources; install vlmfast again"
-    return loaded
+    return open_library("resize", _SIGNATURES, abi=("vlmfast_resize_abi", _ABI), needs="a C++ compiler")
