@@ -167,7 +167,7 @@ class VisionTransformer(nn.Module):
         embedded = self.patch_embed(patches.reshape(tiles, rows * cols, channels * patch * patch))
         if self.config.bucketed_positions:
             ids = position_ids(rows, cols, self.config.patches_per_side).to(pixels.device)
-            return embedded + self.position_embed(ids)
+            return embedded + self.position_embed(ids).to(embedded.dtype)  # float32 weights under autocast
         if self.class_embed is not None:
             embedded = torch.cat((self.class_embed.expand(tiles, 1, -1), embedded), 1)
         embedded = embedded + self.position_embed.weight

@@ -103,6 +103,18 @@ def test_patch_labels_name_what_the_scene_holds() -> None:
         assert len(seen) == len(kinds)
 
 
+def test_pages_of_dense_pretraining_are_full() -> None:
+    scenes = [sample_scene(9, index, split=Split.TRAIN, style=CROWDED) for index in range(0, 60, 2)]
+    pages = [scene.page for scene in scenes if scene.page is not None]
+    ordinary = [sample_scene(9, index, split=Split.TRAIN, style=PAGES).page for index in range(30)]
+    assert len(pages) >= 5
+    lengths = [[len(page.text) for page in some if page is not None] for some in (pages, ordinary)]
+    assert sum(lengths[0]) / len(lengths[0]) > 2 * sum(lengths[1]) / len(lengths[1])
+    scene = next(scene for scene in scenes if scene.page is not None)
+    labels = patch_labels(scene, render(scene), shape.TILE_SIDE, shape.PATCH_SIZE)["character"]
+    assert ((labels > 0) & (labels < IGNORED)).mean() > 0.2
+
+
 def test_frame_folders_are_reused_only_for_the_same_scenes(tmp_path: Path) -> None:
     members = SceneSource(split=Split.TRAIN, seed=9, count=3, style=CROWDED, step=2)
     first = open_frames(tmp_path, members, PREPROCESS, shape.PATCH_SIZE, workers=1)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from vlmfast.errors import InputError
+from vlmfast.train.dense import shown_patches
+from vlmfast.train.frames import IGNORED
 from vlmfast.train.optimise import Schedule
+from vlmfast.train.parallel import average_gradients, my_part, rank, run_group
 from vlmfast.train.recipe import DRAFT_RECIPE, POCKET_RECIPE, Recipe, Workplace, train_pocket
 from vlmfast.vlm import VLM
 from vlmfast_models.errors import WeightsError
@@ -59,6 +64,44 @@ def test_a_stage_goes_on_where_it_was_left(trained: Path) -> None:
         for name, value in after["modules"]["decoder"].items()
     ]
     assert any(moved)
+
+
+def test_two_processes_train_one_model(tmp_path: Path) -> None:
+    recipe = tiny(DRAFT_RECIPE, num_joint_steps=2)
+    train_pocket(recipe, replace(place(tmp_path), num_processes=2), tmp_path / "out")
+    assert torch.load(tmp_path / "joint.pt", weights_only=True)["step"] == 2
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_group_averages_its_gradients(tmp_path: Path) -> None:
+    run_group(partial(_one_step, tmp_path), 2)
+    for number in range(2):
+        # Gradients 0 and 1 from the first, none and 3 from the second.
+        assert torch.load(tmp_path / f"{number}.pt").tolist() == [0.0, 2.0]
+
+
+def _one_step(folder: Path) -> None:
+    weights = [torch.zeros(1), torch.zeros(1)]
+    weights[1].grad = torch.tensor([1.0, 3.0])[rank() : rank() + 1]
+    if rank() == 0:
+        weights[0].grad = torch.zeros(1)
+    average_gradients(weights)
+    torch.save(torch.cat([weight.grad for weight in weights if weight.grad is not None]), folder / f"{rank()}.pt")
+
+
+def test_a_group_shares_out_a_batch() -> None:
+    assert my_part(np.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_dense_pretraining_looks_at_what_bears_something_first() -> None:
+    labels = {"thing": torch.zeros(1, 10, dtype=torch.int64), "character": torch.full((1, 10), IGNORED)}
+    labels["thing"][0, 7] = 5
+    labels["thing"][0, 8] = IGNORED
+    labels["character"][0, 2] = 1
+    chosen = [set(shown_patches(labels, 4, torch.Generator().manual_seed(seed))[0].tolist()) for seed in range(200)]
+    assert all(len(numbers) == 4 for numbers in chosen)
+    assert sum({2, 7} <= numbers for numbers in chosen) > 150
+    assert 40 < sum(8 in numbers for numbers in chosen) < 100  # two of the other eight
 
 
 def test_the_long_stage_may_be_ended(trained: Path) -> None:

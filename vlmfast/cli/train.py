@@ -36,7 +36,9 @@ _Scale = Annotated[
     float, typer.Option(metavar="X", min=0.001, max=1000, help="Train for X times the steps of the recipe.")
 ]
 _Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
-_Threads = Annotated[int, typer.Option(metavar="N", min=1, help="CPU threads, and processes that draw.")]
+_Threads = Annotated[
+    int, typer.Option(metavar="N", min=1, max=8, help="Processes that draw, and on CPU processes that train together.")
+]
 
 
 @app.command()
@@ -95,15 +97,21 @@ def draft(
 
 
 def _workplace(work: Path, device: str, threads: int, *, resume: bool, anneal: bool) -> Workplace:
-    import torch
 
     from vlmfast.device import resolve_device
+    from vlmfast.train.parallel import LOG_FORMAT
     from vlmfast.train.recipe import Workplace
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(threads)
-    resume |= anneal  # what is ended goes on from its own stages
-    return Workplace(folder=work, device=resolve_device(device), num_workers=threads, resume=resume, anneal=anneal)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    chosen = resolve_device(device)
+    return Workplace(
+        folder=work,
+        device=chosen,
+        num_workers=threads,
+        num_processes=threads if chosen.type == "cpu" else 1,
+        resume=resume or anneal,  # what is ended goes on from its own stages
+        anneal=anneal,
+    )
 
 
 def _train(recipe: Recipe, place: Workplace, out: Path, start: Path | None = None) -> None:

@@ -24,6 +24,7 @@ from vlmfast.train.dense import DenseHeads, dense_loss, normalised, picked
 from vlmfast.train.frames import LABELS, Frames
 from vlmfast.train.optimise import Optimiser, Schedule, load_state, save_state
 from vlmfast.train.packing import IGNORED_TARGET, Batch, collate, pack
+from vlmfast.train.parallel import my_part, rank
 from vlmfast.train.scenes import stream
 from vlmfast.train.tokens import PromptTokens
 from vlmfast.train.vocabulary import SHAPES, SIGN_WORDS, plural
@@ -98,17 +99,17 @@ def train_joint(
     for step in range(first, schedule.num_steps):
         shares = [lesson.share for lesson in lessons]
         lesson = stream("lesson", seed, step).choices(lessons, shares)[0]
-        numbers = picked(seed, step, schedule.batch_size, len(lesson.frames.pixels))
+        numbers = my_part(picked(seed, step, schedule.batch_size, len(lesson.frames.pixels)))
         with fast_on_cpu(device):
             answers, cells, patches = _losses(model, heads, lesson, numbers, (seed, step), device)
             optimiser.step(answers + _ALIGNMENT_WEIGHT * cells + _DENSE_WEIGHT * patches, step)
-        if step % _LOG_EVERY == 0:
+        if rank() == 0 and step % _LOG_EVERY == 0:
             rate = (step + 1 - first) * schedule.batch_size / (time.monotonic() - started)
             logger.info(
                 "%s %d/%d answers %.3f, cells %.3f, patches %.3f, %.1f scenes/s",
                 state.stem, step, schedule.num_steps, answers.item(), cells.item(), patches.item(), rate,
             )  # fmt: skip
-        if time.monotonic() - scored > score_every_s:
+        if rank() == 0 and time.monotonic() - scored > score_every_s:
             save_state(state, step + 1, modules, optimiser)
             logger.info("%s %d held-out: %s", state.stem, step, score())
             scored = time.monotonic()
@@ -136,9 +137,9 @@ def _losses(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cross-entropy of the answers, of the visual tokens against their cells' words, of the patches' labels."""
-    rng = stream("questions", *key)
     frames = lesson.frames
-    fine = rng.random() >= lesson.global_share
+    fine = stream("resolution", *key).random() >= lesson.global_share
+    rng = stream("questions", *key, rank())
     shown = slice(0, None) if fine else slice(-1, None)
     batch = _rows(lesson, numbers, rng, fine)
     ids, positions, targets = (x.to(device) for x in (batch.ids, batch.positions, batch.targets))

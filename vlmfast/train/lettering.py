@@ -88,5 +88,5 @@ class _Drawing:
         for character, start, end in zip(text, [left, *ends], ends, strict=False):
             if character in _CODES:
                 # NOTE: the next character starts at `end`; boxes are inclusive, so this one ends a pixel before.
-                box = (start, middle - face.size * 0.42, end - 1, middle + face.size * 0.42)
+                box = (start, middle - face.size * 0.42, max(start, end - 1), middle + face.size * 0.42)
                 self._marker.rectangle(box, fill=_CODES[character])

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmfast.train.parallel import average_gradients, rank
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
@@ -53,13 +55,19 @@ class Optimiser:
         for group in self.adamw.param_groups:
             group["lr"] = self.schedule.rate(step)
         loss.backward()
+        average_gradients(self.parameters)
         nn.utils.clip_grad_norm_(self.parameters, self.schedule.max_gradient)
         self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
 
 
 def save_state(path: Path, step: int, modules: dict[str, nn.Module], optimiser: Optimiser | None = None) -> None:
-    """Writes everything a stage needs to go on. An interruption while writing leaves the previous file whole."""
+    """Writes everything a stage needs to go on. An interruption while writing leaves the previous file whole.
+
+    Of several processes that train as one only the first writes.
+    """
+    if rank() > 0:
+        return
     state: dict[str, Any] = {"step": step, "modules": {name: module.state_dict() for name, module in modules.items()}}
     if optimiser is not None:
         state["adamw"] = optimiser.adamw.state_dict()

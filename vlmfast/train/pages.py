@@ -16,6 +16,7 @@ _LINE_LENGTHS = (4, 18)
 _ADVANCE = 0.56
 """Width of an average character, as a fraction of the size; drawing shrinks what turns out wider than its page."""
 _TEXT_WIDTH = 0.90
+_LEADING = (1.15, 1.6)
 _NUMBER_SHARE = 0.04
 _CAPITAL_SHARE = 0.12
 _SENTENCE_SHARE = 0.3
@@ -48,14 +49,21 @@ class Page:
         return " ".join(self.lines)
 
 
-def sample_page(rng: random.Random) -> Page:
-    """A page of 1 to 5 lines of 4 to 18 characters."""
+def sample_page(rng: random.Random, *, full_height: float | None = None) -> Page:
+    """A page of 1 to 5 lines of 4 to 18 characters, or one that is filled with lines.
+
+    Args:
+        full_height: of a page to be filled, in widths of the page.
+    """
     number = 1 + rng.choices(range(len(_NUM_LINES)), _NUM_LINES)[0]
     small = rng.random() < _SMALL_SHARE
     # At 512 pixels wide: capitals of 22 to 45 pixels, small ones of 16 to 22.
     size = rng.uniform(0.044, 0.062) if small else 0.062 * (0.125 / 0.062) ** rng.random()
     shortest, longest = _LINE_LENGTHS
     room = min(longest, int(_TEXT_WIDTH / (size * _ADVANCE)))
+    if full_height is not None:
+        number = max(1, int(_TEXT_WIDTH * full_height / (size * sum(_LEADING) / 2)))
+        shortest = longest = room = int(_TEXT_WIDTH / (size * _ADVANCE))
     lines = [_line(rng, rng.randint(shortest, max(shortest, room))) for _ in range(number)]
     if number > 1 and rng.random() < _REPEAT_SHARE:
         source, copy = rng.sample(range(number), 2)
@@ -68,7 +76,7 @@ def sample_page(rng: random.Random) -> Page:
         font=rng.choice(FONTS),
         bold=rng.random() < 0.4,
         size=round(size, 4),
-        leading=round(rng.uniform(1.15, 1.6), 2),
+        leading=round(rng.uniform(*_LEADING), 2),
         centred=rng.random() < 0.35,
         turn=round(rng.uniform(-3.0, 3.0), 1),
     )

@@ -72,6 +72,8 @@ class Style:
     """Share of scenes of two or more things in which a thing occurs more than once."""
     page_share: float = 0.15
     """Share of printed pages among the scenes."""
+    full_pages: bool = False
+    """Pages filled with lines, of which no questions can be asked."""
     photo_share: float = 0.15
     """Share of the scenes with things that have a photograph for a background."""
     max_overlap: float = 0.12
@@ -90,12 +92,13 @@ CROWDED = replace(
     POCKET,
     thing_weights=(0.0, 0.0, 0.2, 0.3, 0.3, 0.2),
     thing_scale=(0.20, 0.46),
-    sign_share=0.4,
+    sign_share=0.7,
     repeat_share=0.0,
     max_overlap=0.2,
-    page_share=0.2,
+    page_share=0.5,
+    full_pages=True,
 )
-"""More things a picture, for dense pretraining only: more labels for the same arithmetic."""
+"""More things and letters a picture, for dense pretraining only: more labels for the same arithmetic."""
 
 PAGES = replace(POCKET, page_share=1.0)
 """Printed pages only."""
@@ -224,7 +227,7 @@ def _page_scene(seed: int, index: int, split: Split, style: Style) -> Scene:
         things=(),
         absent="",
         swapped="",
-        page=sample_page(rng),
+        page=sample_page(rng, full_height=height / width if style.full_pages else None),
     )
 
 
