@@ -22,7 +22,7 @@ def data_url(data: bytes, mime: str = "image/png") -> str:
     return f"data:{mime};base64,{base64.b64encode(data).decode()}"
 
 
-def close(got: np.ndarray, expected: Any, tolerance: int = 2) -> None:
+def assert_close(got: np.ndarray, expected: Any, tolerance: int = 2) -> None:
     assert int(np.abs(got.astype(int) - np.asarray(expected, int)).max()) <= tolerance
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import noise
-from pictures import close
+from pictures import assert_close
 from PIL import Image
 
 from vlmfast import load_image
@@ -51,12 +51,12 @@ def test_floats_by_their_range(dtype: Any, full: int) -> None:
     array = (_PICTURE / 255 * full).astype(dtype)
     if full == 1:
         assert array.max() > 0.9
-    close(load_image(array).pixels, _PICTURE, 1 if dtype == np.float16 else 0)
+    assert_close(load_image(array).pixels, _PICTURE, 1 if dtype == np.float16 else 0)
 
 
 def test_sixteen_bits_have_the_range_of_their_type() -> None:
     """Guards dark 16-bit pictures: they are not stretched, and not cut to their low bytes."""
-    close(load_image(_PICTURE.astype(np.uint16) * 257).pixels, _PICTURE, 0)
+    assert_close(load_image(_PICTURE.astype(np.uint16) * 257).pixels, _PICTURE, 0)
     assert load_image(np.full((4, 4), 255, np.uint16)).pixels.max() == 1
 
 
@@ -93,7 +93,7 @@ def test_large_pictures_are_converted_alike_in_every_strip() -> None:
     """Guards the strips that conversion works in: their borders, one row and one column."""
     for size in ((300, 700), (1, 140_000), (70_000, 2), (65_536, 1)):
         picture = noise(*size)
-        close(load_image(picture.astype(np.float32) / 255).pixels, picture, 0)
+        assert_close(load_image(picture.astype(np.float32) / 255).pixels, picture, 0)
         assert np.array_equal(load_image(Image.fromarray(picture)).pixels, picture)
         clear = np.dstack([picture, np.full(picture.shape[:2], 255, np.uint8)])
         assert np.array_equal(load_image(clear).pixels, picture)
@@ -117,7 +117,7 @@ def test_tensors(make: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_short_floats(dtype: torch.dtype) -> None:
-    close(load_image(torch.from_numpy(_PICTURE.copy()).to(dtype)).pixels, _PICTURE, 1)
+    assert_close(load_image(torch.from_numpy(_PICTURE.copy()).to(dtype)).pixels, _PICTURE, 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from oracle import noise
-from pictures import close, data_url, encode
+from pictures import assert_close, data_url, encode
 from PIL import Image
 
 from vlmfast import Limits, load_image
@@ -294,7 +294,7 @@ def test_half_alpha_mixes_with_white() -> None:
     """Guards the mixture itself: black at half alpha is middle grey."""
     grey = np.zeros((3, 3, 4), np.uint8)
     grey[..., 3] = 128
-    close(load_image(grey).pixels, 127)
+    assert_close(load_image(grey).pixels, 127)
 
 
 # --- depths and colour spaces ---
@@ -343,8 +343,8 @@ def test_cmyk_jpeg_has_right_colours() -> None:
     picture = Image.new("RGB", (32, 16), (220, 30, 40))
     picture.paste((20, 60, 230), (16, 0, 32, 16))
     pixels = load_image(encode(picture.convert("CMYK"), "JPEG", quality=98)).pixels
-    close(pixels[4, 4], (220, 30, 40), 12)
-    close(pixels[4, 28], (20, 60, 230), 12)
+    assert_close(pixels[4, 4], (220, 30, 40), 12)
+    assert_close(pixels[4, 28], (20, 60, 230), 12)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "YCbCr", "HSV", "LAB", "RGBX", "RGBa", "La", "CMYK"])
@@ -366,7 +366,7 @@ def test_heic_photographs() -> None:
     heif.from_pillow(Image.new("RGB", (64, 48), (200, 60, 30))).save(out, quality=90)
     image = load_image(out.getvalue())
     assert (image.width, image.height) == (64, 48)
-    close(image.pixels, (200, 60, 30), 6)
+    assert_close(image.pixels, (200, 60, 30), 6)
 
 
 @pytest.mark.parametrize("format_", ["GIF", "PNG", "WEBP"])
@@ -377,7 +377,7 @@ def test_animations_show_their_first_frame(format_: str) -> None:
     data = encode(frames[0], format_, save_all=True, append_images=frames[1:], **options)
     with Image.open(io.BytesIO(data)) as picture:
         assert getattr(picture, "n_frames", 1) == 3
-    close(load_image(data).pixels, (255, 0, 0))
+    assert_close(load_image(data).pixels, (255, 0, 0))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 2), (500, 19), (332, 27), (1, 3000)], ids=str)

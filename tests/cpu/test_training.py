@@ -76,8 +76,10 @@ def test_two_processes_train_one_model(tmp_path: Path) -> None:
 def test_a_group_averages_its_gradients(tmp_path: Path) -> None:
     run_group(partial(_one_step, tmp_path), 2)
     for number in range(2):
-        # Gradients 0 and 1 from the first, none and 3 from the second.
-        assert torch.load(tmp_path / f"{number}.pt").tolist() == [0.0, 2.0]
+        # The first has gradients 0 and 1, the second none and 3.
+        averaged, numbers = torch.load(tmp_path / f"{number}.pt")
+        assert averaged == [0.0, 2.0]
+        assert numbers == [0, 1, 2, 3, 4][number::2]
 
 
 def _one_step(folder: Path) -> None:
@@ -86,11 +88,18 @@ def _one_step(folder: Path) -> None:
     if rank() == 0:
         weights[0].grad = torch.zeros(1)
     average_gradients(weights)
-    torch.save(torch.cat([weight.grad for weight in weights if weight.grad is not None]), folder / f"{rank()}.pt")
+    averaged = [float(weight.grad) for weight in weights if weight.grad is not None]
+    torch.save((averaged, my_part(np.arange(5)).tolist()), folder / f"{rank()}.pt")
 
 
-def test_a_group_shares_out_a_batch() -> None:
+def test_alone_a_process_takes_the_whole_batch() -> None:
     assert my_part(np.arange(3)).tolist() == [0, 1, 2]
+
+
+def test_more_processes_than_pictures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="3 processes can not share batches of 2"):
+        train_pocket(tiny(DRAFT_RECIPE), replace(place(tmp_path / "work"), num_processes=3), tmp_path / "out")
+    assert not (tmp_path / "work").exists()
 
 
 def test_dense_pretraining_looks_at_what_bears_something_first() -> None:
@@ -115,6 +124,19 @@ def test_the_long_stage_may_be_ended(trained: Path) -> None:
 def test_going_on_from_another_shape_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="missing tensors"):
         train_pocket(tiny(POCKET_RECIPE), place(tmp_path), tmp_path / "out", start=trained / "out")
+
+
+def test_going_on_from_a_folder_without_tokenizer_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer\.json is missing"):
+        train_pocket(tiny(DRAFT_RECIPE), place(tmp_path / "work"), tmp_path / "out", start=tmp_path)
+
+
+def test_a_work_folder_may_be_gone_on_from(trained: Path) -> None:
+    """Guards the tokenizer, which is read from the file that it is written to."""
+    for file in (trained / "out").iterdir():
+        (trained / file.name).write_bytes(file.read_bytes())
+    train_pocket(tiny(DRAFT_RECIPE), place(trained), trained / "from-itself", start=trained)
+    assert (trained / "from-itself" / "model.safetensors").is_file()
 
 
 def test_ending_what_never_began_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ _Scale = Annotated[
 ]
 _Device = Annotated[str, typer.Option(metavar="DEVICE", help="auto, cpu, cuda or cuda:N.")]
 _Threads = Annotated[
-    int, typer.Option(metavar="N", min=1, max=8, help="Processes that draw, and on CPU processes that train together.")
+    int,
+    typer.Option(
+        metavar="N", min=1, help="Processes that draw, and on CPU as many, of one thread, that train together."
+    ),
 ]
 
 
@@ -45,7 +48,7 @@ _Threads = Annotated[
 def pocket(
     out: _Out,
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (25 GB).")
+        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (30 GB).")
     ] = Path("runs/pocket"),
     start: Annotated[
         Path | None,
@@ -78,7 +81,7 @@ def pocket(
 def draft(
     out: _Out,
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (25 GB).")
+        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (30 GB).")
     ] = Path("runs/draft"),
     resume: _Resume = False,
     anneal: _Anneal = False,
@@ -97,12 +100,14 @@ def draft(
 
 
 def _workplace(work: Path, device: str, threads: int, *, resume: bool, anneal: bool) -> Workplace:
+    import torch
 
     from vlmfast.device import resolve_device
     from vlmfast.train.parallel import LOG_FORMAT
     from vlmfast.train.recipe import Workplace
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    torch.set_num_threads(threads)  # of this process, which scores the result
     chosen = resolve_device(device)
     return Workplace(
         folder=work,

@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 _WEIGHTS = {"thing": 1.0, "colour": 0.3, "character": 1.0, "word": 0.5}
 _BACKGROUND = {"thing": 0.4, "character": 0.15}
 """What a patch of class 0, nothing or a gap between characters, counts: there are far more of them."""
-_LOG_EVERY = 50
 _BEARING_FIRST = 0.7
+"""What a thing or letter adds to a patch's chance, a number below 1."""
+_LOG_EVERY = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,8 @@ def pretrain(
     resume: bool,
     device: torch.device,
     score_every_s: float = 240.0,
-) -> DenseScore:
-    """Trains `vision` and `heads` in place and returns their held-out score. State goes to `folder`/dense.pt.
+) -> None:
+    """Trains `vision` and `heads` in place and logs their held-out score. State goes to `folder`/dense.pt.
 
     The tower sees `num_shown` patches of each frame, those that bear something first: what it costs falls faster than
     what it learns (after masked training, He et al., arXiv 2111.06377; Li et al., arXiv 2212.00794). Scores see all.
@@ -91,10 +92,9 @@ def pretrain(
             logger.info("dense %d held-out: %s", step, score(vision, heads, held_out, device))
             save_state(state, step + 1, modules, optimiser)
             scored = time.monotonic()
-    result = score(vision, heads, held_out, device)
-    logger.info("dense done, held-out: %s", result)
     save_state(state, schedule.num_steps, modules, optimiser)
-    return result
+    if rank() == 0:
+        logger.info("dense done, held-out: %s", score(vision, heads, held_out, device))
 
 
 def normalised(pixels: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ def shown_patches(labels: Mapping[str, Tensor], count: int, generator: torch.Gen
     """
     things, characters = labels["thing"], labels["character"]
     bearing = ((things > 0) & (things < IGNORED)) | ((characters > 0) & (characters < IGNORED))
-    rank = torch.rand(bearing.shape, generator=generator).to(bearing.device) + _BEARING_FIRST * bearing
-    return rank.topk(min(count, rank.shape[1]), 1).indices.sort(1).values
+    worth = torch.rand(bearing.shape, generator=generator).to(bearing.device) + _BEARING_FIRST * bearing
+    return worth.topk(min(count, worth.shape[1]), 1).indices.sort(1).values
 
 
 def _loss(

@@ -114,7 +114,8 @@ def train_joint(
             logger.info("%s %d held-out: %s", state.stem, step, score())
             scored = time.monotonic()
     save_state(state, schedule.num_steps, modules, optimiser)
-    logger.info("%s done, held-out: %s", state.stem, score())
+    if rank() == 0:
+        logger.info("%s done, held-out: %s", state.stem, score())
 
 
 def joint_modules(model: Idefics3, heads: DenseHeads) -> dict[str, nn.Module]:

@@ -8,7 +8,6 @@ on from its last save. Everything random is keyed by the recipe's seed.
 from __future__ import annotations
 
 import logging
-import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,8 +127,12 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
 
     Raises:
         WeightsError: `start` is of another shape.
-        InputError: easy-VQA is not installed, or there is no training to end.
+        InputError: easy-VQA is not installed, there is no training to end, `start` has no tokenizer, or there are more
+            processes than pictures in a batch.
     """
+    smallest = min(schedule.batch_size for schedule in (recipe.dense, recipe.joint, recipe.cool))
+    if place.num_processes > smallest:
+        raise InputError(f"{place.num_processes} processes can not share batches of {smallest}: use at most {smallest}")
     joint_state = place.folder / "joint.pt"
     if place.anneal and not joint_state.is_file():
         raise InputError(f"there is no training to end: {joint_state} is missing; train without --anneal first")
@@ -260,6 +263,8 @@ def _write_tokenizer(recipe: Recipe, place: Workplace, given: Path | None) -> No
     """Puts the tokenizer into the work folder: the given one, or a new one unless one is there to go on with."""
     path = place.folder / "tokenizer.json"
     if given is not None:
-        shutil.copyfile(given, path)
+        if not given.is_file():
+            raise InputError(f"{given} is missing: a pocket to go on from has its tokenizer beside it")
+        path.write_bytes(given.read_bytes())  # which may be the same file
     elif not (place.resume and path.is_file()):
         train_tokenizer(recipe.vocab_size).save(str(path))
