@@ -22,11 +22,11 @@ from vlmfast.train.export import write_pocket
 from vlmfast.train.frames import GRID, IGNORED, LABELS, num_classes, open_frames, patch_labels, picture_frames
 from vlmfast.train.packing import IGNORED_TARGET, collate, pack
 from vlmfast.train.questions import ask_all
-from vlmfast.train.recipe import new_pocket
 from vlmfast.train.render import render
 from vlmfast.train.scenes import CROWDED, PAGES, Kind, Split, sample_scene, stream
 from vlmfast.train.showcase import showcase_scenes
 from vlmfast.train.sources import SceneSource
+from vlmfast.train.stages import new_pocket
 from vlmfast.train.tokens import IMAGE, PromptTokens, train_tokenizer, write_tokenizer
 from vlmfast.train.truth import scene_questions
 from vlmfast_models.config import PreprocessConfig

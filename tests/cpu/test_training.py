@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 from functools import partial
@@ -12,26 +13,37 @@ import pytest
 import torch
 
 from vlmfast.errors import InputError
-from vlmfast.train.dense import shown_patches
-from vlmfast.train.frames import IGNORED
+from vlmfast.train.dense import normalised, shown_patches
+from vlmfast.train.features import stored, tower_features
+from vlmfast.train.frames import IGNORED, open_frames
 from vlmfast.train.optimise import Schedule
 from vlmfast.train.parallel import average_gradients, my_part, rank, run_group
-from vlmfast.train.recipe import DRAFT_RECIPE, POCKET_RECIPE, Recipe, Workplace, train_pocket
+from vlmfast.train.recipe import DRAFT_RECIPE, POCKET_RECIPE, Portion, Recipe, Workplace
+from vlmfast.train.scenes import LARGE_PRINT, PAGES, Split
+from vlmfast.train.shape import DRAFT_SIZE, POCKET_SIZE, preprocessor_config
+from vlmfast.train.sources import SceneSource
+from vlmfast.train.stages import new_pocket, train_pocket
+from vlmfast.train.tokens import train_tokenizer
 from vlmfast.vlm import VLM
+from vlmfast_models.config import PreprocessConfig
 from vlmfast_models.errors import WeightsError
 
 STEP = Schedule(num_steps=1, batch_size=2, learning_rate=1e-3)
+FEW = Portion(count=2, share=1.0, global_share=0.5)
 
 
 def tiny(recipe: Recipe, num_joint_steps: int = 1) -> Recipe:
     return replace(
         recipe,
         dense=STEP,
+        decoder=STEP,
         joint=replace(STEP, num_steps=num_joint_steps, final_share=1.0),
         cool=STEP,
         num_dense_frames=2,
-        num_joint_frames=4,
-        easy_share=0.0,  # its package is an extra
+        scenes=FEW,
+        pages=FEW,
+        large_print=FEW,
+        easy=replace(FEW, share=0.0),  # its package is an extra
         num_held_out_frames=2,
         num_scored_scenes=1,
     )
@@ -64,6 +76,42 @@ def test_a_stage_goes_on_where_it_was_left(trained: Path) -> None:
         for name, value in after["modules"]["decoder"].items()
     ]
     assert any(moved)
+
+
+def test_the_decoder_learns_alone_first(trained: Path) -> None:
+    states = [torch.load(trained / f"{stage}.pt", weights_only=True)["modules"] for stage in ("dense", "decoder")]
+    before, after = (state["vision"] for state in states)
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    joint = torch.load(trained / "joint.pt", weights_only=True)["modules"]["vision"]
+    assert not all(torch.equal(after[name], value) for name, value in joint.items())
+
+
+def test_features_are_the_towers_and_made_anew_with_it(tmp_path: Path) -> None:
+    source = SceneSource(split=Split.TRAIN, seed=5, count=2, style=LARGE_PRINT)
+    frames = open_frames(tmp_path, source, PreprocessConfig.from_hf(preprocessor_config(POCKET_SIZE)), 16, workers=1)
+    tower = new_pocket(train_tokenizer(320), 0, DRAFT_SIZE).vision
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        wanted = tower(normalised(torch.from_numpy(frames.pixels[1]))).float()
+    kept = stored(tower_features(tower, frames, torch.device("cpu"))[1])
+    torch.testing.assert_close(kept.float(), wanted, atol=0.05, rtol=0.05)
+    again = stored(tower_features(tower, frames, torch.device("cpu"))[1])
+    assert torch.equal(kept, again)
+    with torch.no_grad():
+        for parameter in tower.parameters():
+            parameter.mul_(1.1)
+    assert not torch.equal(kept, stored(tower_features(tower, frames, torch.device("cpu"))[1]))
+
+
+def test_print_too_small_for_the_frame_is_not_asked_for() -> None:
+    source = SceneSource(split=Split.TRAIN, seed=5, count=40, style=PAGES)
+    sizes = [page.size for position in range(40) if (page := source.scene(position).page) is not None]
+    for side in (256, 512):
+        asked = [
+            any(question.kind == "page" for question in source.questions(position, random.Random(0), side))
+            for position in range(40)
+        ]
+        assert asked == [size * side >= 22 for size in sizes]
+        assert side == 256 or all(asked)
 
 
 def test_two_processes_train_one_model(tmp_path: Path) -> None:
@@ -148,5 +196,5 @@ def test_ending_what_never_began_is_refused(tmp_path: Path) -> None:
 def test_a_missing_package_is_said_before_hours_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "easy_vqa", None)
     with pytest.raises(InputError, match="pip install easy-vqa"):
-        train_pocket(replace(tiny(DRAFT_RECIPE), easy_share=0.1), place(tmp_path / "work"), tmp_path / "out")
+        train_pocket(replace(tiny(DRAFT_RECIPE), easy=FEW), place(tmp_path / "work"), tmp_path / "out")
     assert not (tmp_path / "work").exists()

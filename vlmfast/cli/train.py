@@ -48,7 +48,7 @@ _Threads = Annotated[
 def pocket(
     out: _Out,
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (30 GB).")
+        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (40 GB).")
     ] = Path("runs/pocket"),
     start: Annotated[
         Path | None,
@@ -81,7 +81,7 @@ def pocket(
 def draft(
     out: _Out,
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (30 GB).")
+        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (40 GB).")
     ] = Path("runs/draft"),
     resume: _Resume = False,
     anneal: _Anneal = False,
@@ -120,7 +120,7 @@ def _workplace(work: Path, device: str, threads: int, *, resume: bool, anneal: b
 
 
 def _train(recipe: Recipe, place: Workplace, out: Path, start: Path | None = None) -> None:
-    from vlmfast.train.recipe import train_pocket
+    from vlmfast.train.stages import train_pocket
 
     tally = train_pocket(recipe, place, out, start=start)
     write(f"{tally}\n{out}\n")

@@ -66,12 +66,16 @@ class PackedAttention:
         allowed = before & (shared | same)  # [B, T, T]
         mask = torch.zeros(allowed.shape, dtype=dtype, device=segments.device)
         self.mask = mask.masked_fill_(~allowed, float("-inf"))[:, None, None]  # [B, 1, 1, T, T]
+        self.num_shared = int((segments == 0).sum(1).min())
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B * T, H, D], key and value [B * T, G, D] -> [B * T, H, D]."""
         del layer
-        mixed = _grouped(self._rows(query), self._rows(key), self._rows(value), self.mask)
-        return mixed.flatten(0, 1)
+        query, key, value, shared = self._rows(query), self._rows(key), self._rows(value), self.num_shared
+        # The picture sees no question: two smaller products instead of one.
+        picture = _grouped(query[:, :shared], key[:, :shared], value[:, :shared], self.mask[..., :shared, :shared])
+        questions = _grouped(query[:, shared:], key, value, self.mask[..., shared:, :])
+        return torch.cat((picture, questions), 1).flatten(0, 1)
 
     def _rows(self, x: Tensor) -> Tensor:
         return x.view(self.num_rows, self.num_tokens, *x.shape[1:])

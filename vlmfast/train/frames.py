@@ -54,6 +54,7 @@ class Frames:
     """
 
     source: Source
+    folder: Path
     plan: TilePlan
     pixels: npt.NDArray[np.uint8]
     labels: dict[str, npt.NDArray[np.uint8]]
@@ -62,6 +63,7 @@ class Frames:
         """The first frames only; nothing is copied."""
         return Frames(
             source=self.source,
+            folder=self.folder,
             plan=self.plan,
             pixels=self.pixels[:count],
             labels={name: values[:count] for name, values in self.labels.items()},
@@ -71,6 +73,7 @@ class Frames:
         """Every frame as a picture of its own, [N * F, 1, ...]: for what looks at tiles alone. Nothing is copied."""
         return Frames(
             source=self.source,
+            folder=self.folder,
             plan=self.global_plan,
             pixels=self.pixels.reshape(-1, 1, *self.pixels.shape[2:]),
             labels={name: values.reshape(-1, 1, *values.shape[2:]) for name, values in self.labels.items()},
@@ -94,6 +97,7 @@ def open_frames(
         stamp.write_text(source.describe(), encoding="utf-8")
     return Frames(
         source=source,
+        folder=folder,
         plan=_grid_plan(preprocessing, patch_size),
         pixels=np.load(folder / "pixels.npy", mmap_mode="r"),
         labels={name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in LABELS},

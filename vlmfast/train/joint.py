@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from vlmfast.train.alignment import alignment_loss, cell_words
 from vlmfast.train.attention import PackedAttention, fast_on_cpu
 from vlmfast.train.dense import DenseHeads, dense_loss, normalised, picked
-from vlmfast.train.frames import LABELS, Frames
+from vlmfast.train.features import Features, stored
+from vlmfast.train.frames import GRID, Frames
 from vlmfast.train.optimise import Optimiser, Schedule, load_state, save_state
 from vlmfast.train.packing import IGNORED_TARGET, Batch, collate, pack
 from vlmfast.train.parallel import my_part, rank
@@ -36,8 +37,6 @@ _LOG_EVERY = 50
 _CHAT_SHARE = 0.2
 _ALIGNMENT_WEIGHT = 0.5
 _DENSE_WEIGHT = 0.5
-_FINE_KINDS = frozenset({"page"})
-"""Not asked of a global frame, on which the letters are too small."""
 _SLOW_WORDS = ("Yes", "No", *SHAPES, *map(plural, SHAPES), *SIGN_WORDS)
 
 
@@ -55,6 +54,8 @@ class Lesson:
     """Of the steps: pictures by their global frame alone, as a runtime that saves tokens shows them."""
     share: float
     """How often this lesson is taken, beside others."""
+    features: Features | None = None
+    """What the tower makes of the frames, where it does not learn: from `tower_features`."""
 
     @classmethod
     def prepare(
@@ -66,12 +67,21 @@ class Lesson:
         *,
         global_share: float,
         share: float,
+        features: Features | None = None,
     ) -> Lesson:
         """The lesson on these frames; words that decide an answer and are slow to learn count `emphasis` times."""
         words = cell_words(tokens, frames.labels, model.config.connector.scale_factor)
         weights = torch.ones(model.config.text.vocab_size)
         weights[[tokens.encode(f" {word}")[0] for word in _SLOW_WORDS]] = emphasis
-        return cls(frames=frames, tokens=tokens, words=words, weights=weights, global_share=global_share, share=share)
+        return cls(
+            frames=frames,
+            tokens=tokens,
+            words=words,
+            weights=weights,
+            global_share=global_share,
+            share=share,
+            features=features,
+        )
 
 
 def train_joint(
@@ -89,11 +99,13 @@ def train_joint(
 ) -> None:
     """Trains `model` and `heads` in place, a batch of one lesson at a time.
 
-    The heads read the tower's patches, as in dense pretraining. State goes to the file `state` at every score; with
+    The heads read the tower's patches, as in dense pretraining. Where the lessons hold the tower's features, it and the
+    heads stay as they are. State goes to the file `state` at every score; with
     `resume` it is read back from there.
     """
     modules = joint_modules(model, heads)
-    optimiser = Optimiser(modules.values(), schedule)
+    fixed = {"vision", "heads"} if all(lesson.features is not None for lesson in lessons) else set()
+    optimiser = Optimiser([module for name, module in modules.items() if name not in fixed], schedule)
     first = load_state(state, modules, optimiser) if resume and state.is_file() else 0
     started = scored = time.monotonic()
     for step in range(first, schedule.num_steps):
@@ -144,10 +156,12 @@ def _losses(
     shown = slice(0, None) if fine else slice(-1, None)
     batch = _rows(lesson, numbers, rng, fine)
     ids, positions, targets = (x.to(device) for x in (batch.ids, batch.positions, batch.targets))
-    pixels = torch.from_numpy(frames.pixels[numbers, shown]).to(device)
     with torch.autocast(device.type, torch.bfloat16):
-        features = model.vision(normalised(pixels))  # [B * F, P, Ev]
-        patches = heads(features)
+        if lesson.features is None:
+            pixels = torch.from_numpy(frames.pixels[numbers, shown]).to(device)
+            features = model.vision(normalised(pixels))  # [B * F, P, Ev]
+        else:
+            features = stored(lesson.features[numbers, shown]).flatten(0, 1).to(device)
         visual = model.connector(features)  # [B * F, N, E]
         attention = PackedAttention(batch.segments.to(device), torch.bfloat16)
         hidden = merged(model, ids, visual).flatten(0, 1)
@@ -157,24 +171,33 @@ def _losses(
         cell_logits = model.decoder.logits(visual.flatten(0, 1).to(torch.bfloat16))
     words = torch.from_numpy(lesson.words[numbers, shown].astype(np.int64)).flatten(0, 2).to(device)
     weights = lesson.weights.to(device)
-    labels = {
-        name: torch.from_numpy(frames.labels[name][numbers, shown].astype(np.int64)).to(device) for name in LABELS
-    }
     return (
         nnf.cross_entropy(answer_logits.float(), targets.flatten()[wanted], weights),
         alignment_loss(cell_logits, words, weights),
-        dense_loss(patches, labels),
+        _patch_loss(heads, lesson, features, numbers, shown),
     )
+
+
+def _patch_loss(
+    heads: DenseHeads, lesson: Lesson, features: Tensor, numbers: npt.NDArray[np.int64], shown: slice
+) -> Tensor:
+    if lesson.features is not None:
+        return features.new_zeros(())
+    labels = {
+        name: torch.from_numpy(values[numbers, shown].astype(np.int64)).to(features.device)
+        for name, values in lesson.frames.labels.items()
+    }
+    with torch.autocast(features.device.type, torch.bfloat16):
+        return dense_loss(heads(features), labels)
 
 
 def _rows(lesson: Lesson, numbers: npt.NDArray[np.int64], rng: random.Random, fine: bool) -> Batch:
     """Packed rows for these frames; the questions differ every time a frame comes up."""
     frames, tokens = lesson.frames, lesson.tokens
     opening = tokens.opening(frames.plan if fine else frames.global_plan)
-    left_out = frozenset() if fine else _FINE_KINDS
+    side = frames.pixels.shape[-2] * (GRID[1] if fine else 1)
     rows = []
     for number in numbers:
-        questions = frames.source.questions(int(number), rng)
-        asked = [question for question in questions if question.kind not in left_out]
-        rows.append(pack(tokens, opening, asked, chat=rng.random() < _CHAT_SHARE))
+        questions = frames.source.questions(int(number), rng, side)
+        rows.append(pack(tokens, opening, questions, chat=rng.random() < _CHAT_SHARE))
     return collate(rows, padding_id=tokens.token_id("<|endoftext|>"))

@@ -27,6 +27,8 @@ class Schedule:
     final_share: float = 0.02
     """Learning rate at the end, as a share of the peak; 1 keeps it constant, so that a stage may end anywhere."""
     max_gradient: float = 1.0
+    muon_scale: float = 1.0
+    """Learning rate of Muon's matrices, in `learning_rate`s."""
 
     def rate(self, step: int) -> float:
         """Learning rate of a step: linear warm-up, then half a cosine."""
@@ -38,27 +40,43 @@ class Schedule:
 
 
 class Optimiser:
-    """Steps the parameters of some modules along a schedule; matrices decay, everything else does not."""
+    """Steps the parameters of some modules along a schedule; matrices decay, everything else does not.
+
+    The matrices of the layers take Muon's steps (Jordan et al. 2024, kellerjordan.github.io/posts/muon), scaled to the
+    size of AdamW's (Liu et al., arXiv 2502.16982); all other parameters take AdamW's.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], schedule: Schedule) -> None:
         self.schedule = schedule
         # A tied matrix appears under two names; the dictionary keeps it once.
-        self.parameters = list({id(p): p for module in modules for p in module.parameters()}.values())
+        named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = [parameter for _, parameter in named.values()]
+        hidden = [p for name, p in named.values() if name.startswith("layers.") and p.ndim == 2]
+        others = [p for name, p in named.values() if not (name.startswith("layers.") and p.ndim == 2)]
         groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": schedule.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": schedule.weight_decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=schedule.learning_rate, betas=(0.9, 0.98), fused=True)
+        rate = schedule.learning_rate
+        self.optimisers: dict[str, torch.optim.Optimizer] = {
+            "adamw": torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), fused=True)
+        }
+        if hidden:
+            self.optimisers["muon"] = torch.optim.Muon(
+                hidden, lr=rate, weight_decay=schedule.weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
 
     def step(self, loss: Tensor, step: int) -> None:
         """One update from the loss. Mutates the parameters and clears their gradients."""
-        for group in self.adamw.param_groups:
-            group["lr"] = self.schedule.rate(step)
+        rate = self.schedule.rate(step)
         loss.backward()
         average_gradients(self.parameters)
         nn.utils.clip_grad_norm_(self.parameters, self.schedule.max_gradient)
-        self.adamw.step()
-        self.adamw.zero_grad(set_to_none=True)
+        for name, optimiser in self.optimisers.items():
+            for group in optimiser.param_groups:
+                group["lr"] = rate * (self.schedule.muon_scale if name == "muon" else 1.0)
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
 
 
 def save_state(path: Path, step: int, modules: dict[str, nn.Module], optimiser: Optimiser | None = None) -> None:
@@ -70,7 +88,7 @@ def save_state(path: Path, step: int, modules: dict[str, nn.Module], optimiser: 
         return
     state: dict[str, Any] = {"step": step, "modules": {name: module.state_dict() for name, module in modules.items()}}
     if optimiser is not None:
-        state["adamw"] = optimiser.adamw.state_dict()
+        state |= {name: part.state_dict() for name, part in optimiser.optimisers.items()}
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
     os.replace(partial, path)
@@ -82,5 +100,6 @@ def load_state(path: Path, modules: dict[str, nn.Module], optimiser: Optimiser |
     for name, module in modules.items():
         module.load_state_dict(state["modules"][name])
     if optimiser is not None:
-        optimiser.adamw.load_state_dict(state["adamw"])
+        for name, part in optimiser.optimisers.items():
+            part.load_state_dict(state[name])
     return int(state["step"])

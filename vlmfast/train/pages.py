@@ -49,16 +49,18 @@ class Page:
         return " ".join(self.lines)
 
 
-def sample_page(rng: random.Random, *, full_height: float | None = None) -> Page:
+def sample_page(rng: random.Random, *, full_height: float | None = None, scale: float = 1.0) -> Page:
     """A page of 1 to 5 lines of 4 to 18 characters, or one that is filled with lines.
 
     Args:
         full_height: of a page to be filled, in widths of the page.
+        scale: how much larger the letters are; the lines get shorter.
     """
     number = 1 + rng.choices(range(len(_NUM_LINES)), _NUM_LINES)[0]
     small = rng.random() < _SMALL_SHARE
     # At 512 pixels wide: capitals of 22 to 45 pixels, small ones of 16 to 22.
     size = rng.uniform(0.044, 0.062) if small else 0.062 * (0.125 / 0.062) ** rng.random()
+    size *= scale
     shortest, longest = _LINE_LENGTHS
     room = min(longest, int(_TEXT_WIDTH / (size * _ADVANCE)))
     if full_height is not None:

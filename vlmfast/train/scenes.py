@@ -74,6 +74,8 @@ class Style:
     """Share of printed pages among the scenes."""
     full_pages: bool = False
     """Pages filled with lines, of which no questions can be asked."""
+    print_scale: float = 1.0
+    """How much larger the letters of pages are."""
     photo_share: float = 0.15
     """Share of the scenes with things that have a photograph for a background."""
     max_overlap: float = 0.12
@@ -102,6 +104,9 @@ CROWDED = replace(
 
 PAGES = replace(POCKET, page_share=1.0)
 """Printed pages only."""
+
+LARGE_PRINT = replace(PAGES, print_scale=2.0)
+"""Pages that can be read in one frame, to learn to read on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +232,7 @@ def _page_scene(seed: int, index: int, split: Split, style: Style) -> Scene:
         things=(),
         absent="",
         swapped="",
-        page=sample_page(rng, full_height=height / width if style.full_pages else None),
+        page=sample_page(rng, full_height=height / width if style.full_pages else None, scale=style.print_scale),
     )
 
 

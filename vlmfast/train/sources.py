@@ -21,6 +21,8 @@ from vlmfast.train.render import Rendering, render
 from vlmfast.train.scenes import Scene, Split, Style, sample_scene, stream
 
 _EASY_QUESTIONS = 6
+_SMALLEST_PRINT = 22
+"""Size of a page's font in pixels, as shown, from which its letters fill a patch and are asked for."""
 
 
 class Source(Protocol):
@@ -33,8 +35,8 @@ class Source(Protocol):
         """The picture, or a scene and its drawing, whose patches can be labelled."""
         ...
 
-    def questions(self, position: int, rng: random.Random) -> Sequence[Question]:
-        """Some questions for a training row."""
+    def questions(self, position: int, rng: random.Random, side: int) -> Sequence[Question]:
+        """Some questions for a training row about the picture as shown, `side` pixels wide."""
         ...
 
     def scored_questions(self, position: int) -> Sequence[Question]:
@@ -64,8 +66,11 @@ class SceneSource:
         scene = self.scene(position)
         return scene, render(scene)
 
-    def questions(self, position: int, rng: random.Random) -> list[Question]:
-        return questions_for_row(self.scene(position), rng)
+    def questions(self, position: int, rng: random.Random, side: int) -> list[Question]:
+        scene = self.scene(position)
+        asked = questions_for_row(scene, rng)
+        legible = scene.page is None or scene.page.size * side >= _SMALLEST_PRINT
+        return asked if legible else [question for question in asked if "words" not in question.expect]
 
     def scored_questions(self, position: int) -> list[Question]:
         return ask_all(self.scene(position), stream("held-out questions", position))
@@ -84,7 +89,7 @@ class EasySource:
     def draw(self, position: int) -> Image.Image:
         return self._picture(position).open()
 
-    def questions(self, position: int, rng: random.Random) -> list[Question]:
+    def questions(self, position: int, rng: random.Random, side: int) -> list[Question]:
         asked = self._picture(position).questions
         return rng.sample(asked, min(len(asked), _EASY_QUESTIONS))
 
