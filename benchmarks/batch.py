@@ -42,7 +42,7 @@ def main() -> None:
 
     rounds = options.rounds or (2 if options.quick else 5)
     shape = variant(smolvlm_checkpoint(options.cache), options.cache / "smolvlm-256m-512", longest_edge=512)
-    pocket = variant(options.pocket or bundled_model(), options.cache / "pocket", longest_edge=None)
+    pocket = variant(options.pocket or bundled_model(), options.cache / "pocket", longest_edge=256)
     values: dict[str, Any] = {}
     table = Table("", "single ms", "batch ms", "ratio")
     for key, folder in (("pocket", pocket), ("shape256m", shape)):

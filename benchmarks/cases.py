@@ -32,8 +32,8 @@ class Case:
     rounds: int
     quick_rounds: int
     """0 leaves the case out of a quick run."""
-    longest_edge: int | None
-    """Picture size that the checkpoint's preprocessing is set to; None leaves the checkpoint's own."""
+    longest_edge: int
+    """Picture size that the checkpoint's preprocessing is set to."""
     pocket: bool = False
 
     def key(self, metric: str) -> str:
@@ -66,14 +66,14 @@ def five_tiles(rounds: int, quick_rounds: int) -> Case:
 
 
 def pocket(rounds: int, quick_rounds: int) -> Case:
-    """The model that comes with vlmfast."""
+    """The model that comes with vlmfast, at one frame."""
     return Case(
         prefix="pocket_",
         suffix="",
-        title="pocket model",
+        title="pocket model, one frame",
         rounds=rounds,
         quick_rounds=quick_rounds,
-        longest_edge=None,
+        longest_edge=256,
         pocket=True,
     )
 
@@ -118,11 +118,11 @@ def _compare(case: Case, folder: Path, metric: str, sample: Sample, rounds: int,
 
 def _folder(case: Case, options: Options) -> Path | None:
     """The checkpoint of a case, made ready below the cache; None where the pocket model is absent."""
+    edge = case.longest_edge
     if not case.pocket:
-        edge = case.longest_edge
         return variant(smolvlm_checkpoint(options.cache), options.cache / f"smolvlm-256m-{edge}", longest_edge=edge)
     try:
         folder = options.pocket or bundled_model()
     except ModelNotFoundError:
         return None
-    return variant(folder, options.cache / "pocket") if (folder / "config.json").is_file() else None
+    return variant(folder, options.cache / "pocket", longest_edge=edge) if (folder / "config.json").is_file() else None

@@ -24,6 +24,7 @@ from vlmfast.train.shape import DRAFT_SIZE, POCKET_SIZE, preprocessor_config
 from vlmfast.train.sources import SceneSource
 from vlmfast.train.stages import new_pocket, train_pocket
 from vlmfast.train.tokens import train_tokenizer
+from vlmfast.train.vocabulary import ORDINALS
 from vlmfast.vlm import VLM
 from vlmfast_models.config import PreprocessConfig
 from vlmfast_models.errors import WeightsError
@@ -39,7 +40,7 @@ def tiny(recipe: Recipe, num_joint_steps: int = 1) -> Recipe:
         decoder=STEP,
         joint=replace(STEP, num_steps=num_joint_steps, final_share=1.0),
         cool=STEP,
-        num_dense_frames=2,
+        crowded=FEW,
         scenes=FEW,
         pages=FEW,
         large_print=FEW,
@@ -112,6 +113,18 @@ def test_print_too_small_for_the_frame_is_not_asked_for() -> None:
         ]
         assert asked == [size * side >= 22 for size in sizes]
         assert side == 256 or all(asked)
+
+
+def test_of_a_full_page_lines_and_words_are_asked() -> None:
+    source = SceneSource(split=Split.TRAIN, seed=5, count=20, style=replace(PAGES, full_pages=True))
+    rng = random.Random(0)
+    for position in range(20):
+        page = source.scene(position).page
+        assert page is not None
+        parts = {*page.lines, page.words[0], page.words[-1]}
+        asked = [q for q in source.questions(position, rng, 512) if q.kind == "page"]
+        assert asked
+        assert len(page.lines) <= len(ORDINALS) or all(question.answer in parts for question in asked)
 
 
 def test_two_processes_train_one_model(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from vlmfast_models.vit import VisionTransformer
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = {"thing": 1.0, "colour": 0.3, "character": 1.0, "word": 0.5}
+_WEIGHTS = {"thing": 1.0, "colour": 0.3, "character": 2.0, "word": 0.5}
 _BACKGROUND = {"thing": 0.4, "character": 0.15}
 """What a patch of class 0, nothing or a gap between characters, counts: there are far more of them."""
 _BEARING_FIRST = 0.7

@@ -27,7 +27,7 @@ class Schedule:
     final_share: float = 0.02
     """Learning rate at the end, as a share of the peak; 1 keeps it constant, so that a stage may end anywhere."""
     max_gradient: float = 1.0
-    muon_scale: float = 1.0
+    muon_scale: float = 2.0
     """Learning rate of Muon's matrices, in `learning_rate`s."""
 
     def rate(self, step: int) -> float:

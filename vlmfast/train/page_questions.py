@@ -10,10 +10,11 @@ from vlmfast.train.wording import Question
 
 
 def page(page: Page, rng: random.Random) -> Question:
-    """Mostly the whole text; the answer is the bare text, lines joined by spaces."""
-    if len(page.lines) > 1 and rng.random() < 0.35:
+    """Mostly the whole text, of a long page a line; the answer is the bare text, lines joined by spaces."""
+    long = len(page.lines) > len(ORDINALS)
+    if len(page.lines) > 1 and rng.random() < (0.85 if long else 0.35):
         prompt, words = _line(page, rng)
-    elif rng.random() < 0.25:
+    elif long or rng.random() < 0.25:
         prompt, words = _word(page, rng)
     else:
         words = page.words
@@ -31,8 +32,11 @@ def page(page: Page, rng: random.Random) -> Question:
 
 
 def _line(page: Page, rng: random.Random) -> tuple[str, tuple[str, ...]]:
-    number = rng.randrange(len(page.lines))
-    name = "last" if number == len(page.lines) - 1 and rng.random() < 0.5 else ORDINALS[number]
+    last = len(page.lines) - 1
+    asked = [*range(min(last + 1, len(ORDINALS))), *([last] if last >= len(ORDINALS) else [])]
+    number = rng.choice(asked)
+    by_end = number == last and (number >= len(ORDINALS) or rng.random() < 0.5)
+    name = "last" if by_end else ORDINALS[number]
     prompt = rng.choice((f"What is the {name} line?", f"Read the {name} line.", f"What does the {name} line say?"))
     return prompt, tuple(page.lines[number].split())
 

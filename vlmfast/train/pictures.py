@@ -25,12 +25,11 @@ class Pictures:
 
     def draw(self) -> None:
         """Draws all of them."""
-        for frames in (self.crowded, self.held_out_crowded, self.held_out):
+        for frames in (self.crowded, self.held_out_crowded, self.held_out, self.lessons):
             frames()
-        self.lessons()
 
     def crowded(self) -> Frames:
-        count = self.recipe.num_dense_frames
+        count = self.recipe.crowded.count
         return self._open("crowded", SceneSource(split=Split.TRAIN, seed=1, count=count, style=CROWDED, step=2))
 
     def held_out_crowded(self) -> Frames:
@@ -45,22 +44,18 @@ class Pictures:
     def lessons(self) -> list[tuple[Portion, Frames]]:
         """Every kind that has a share in the lessons."""
         recipe = self.recipe
-        kinds: dict[str, tuple[Portion, Callable[[int], Source]]] = {
-            "scenes": (recipe.scenes, lambda count: _scenes(2, count, _SCENES)),
-            "pages": (recipe.pages, lambda count: _scenes(3, count, PAGES)),
-            "large-print": (recipe.large_print, lambda count: _scenes(4, count, LARGE_PRINT)),
-            "easy": (recipe.easy, lambda count: EasySource(split=Split.TRAIN, count=count)),
-        }
-        return [
-            (portion, self._open(name, source(portion.count)))
-            for name, (portion, source) in kinds.items()
-            if portion.share > 0
+        kinds: list[tuple[Portion, Callable[[], Frames]]] = [
+            (recipe.crowded, self.crowded),
+            (recipe.scenes, lambda: self._scenes("scenes", 2, recipe.scenes.count, _SCENES)),
+            (recipe.pages, lambda: self._scenes("pages", 3, recipe.pages.count, PAGES)),
+            (recipe.large_print, lambda: self._scenes("large-print", 4, recipe.large_print.count, LARGE_PRINT)),
+            (recipe.easy, lambda: self._open("easy", EasySource(split=Split.TRAIN, count=recipe.easy.count))),
         ]
+        return [(portion, frames()) for portion, frames in kinds if portion.share > 0]
+
+    def _scenes(self, name: str, seed: int, count: int, style: Style) -> Frames:
+        return self._open(name, SceneSource(split=Split.TRAIN, seed=seed, count=count, style=style))
 
     def _open(self, name: str, source: Source) -> Frames:
         folder = self.place.folder / "frames" / name
         return open_frames(folder, source, self.preprocessing, shape.PATCH_SIZE, workers=self.place.num_workers)
-
-
-def _scenes(seed: int, count: int, style: Style) -> SceneSource:
-    return SceneSource(split=Split.TRAIN, seed=seed, count=count, style=style)

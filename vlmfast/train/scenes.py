@@ -73,7 +73,7 @@ class Style:
     page_share: float = 0.15
     """Share of printed pages among the scenes."""
     full_pages: bool = False
-    """Pages filled with lines, of which no questions can be asked."""
+    """Pages filled with lines; single lines and words of them are asked for."""
     print_scale: float = 1.0
     """How much larger the letters of pages are."""
     photo_share: float = 0.15
@@ -100,7 +100,7 @@ CROWDED = replace(
     page_share=0.5,
     full_pages=True,
 )
-"""More things and letters a picture, for dense pretraining only: more labels for the same arithmetic."""
+"""More things and letters a picture, for training only: more to learn for the same arithmetic."""
 
 PAGES = replace(POCKET, page_share=1.0)
 """Printed pages only."""
