@@ -13,8 +13,8 @@ from vlmfast_models.geometry import TilePlan
 LOSS_ALLOWED = 0.047
 """Share of local contrast that "auto" lets the worst blocks of a picture lose.
 
-Of generated scenes (training seed 7) 95 % of 150 printed pages, in letters of all sizes, and all of 62 scenes with a sign
-lose more when their side is halved; two thirds of the others, and six in ten of those on photographs, lose less."""
+Of generated scenes (training seed 7) 95 % of 150 printed pages, in letters of all sizes, and all of 62 with a sign lose
+more when their side is halved; two thirds of the others, and six in ten of those on photographs, lose less."""
 
 
 def choose_plan(
