@@ -16,7 +16,7 @@ from PIL import Image
 
 _BLOCK = 8
 """Side of a block in pixels of the smaller size."""
-_FLAT = 24.0
+_FLAT = 32.0
 """Standard deviation in grey levels below which the contrast of a block counts as noise."""
 _WORST_SHARE = 0.004
 _WORST_LEAST = 2
