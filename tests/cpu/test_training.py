@@ -92,7 +92,7 @@ def test_features_are_the_towers_and_made_anew_with_it(tmp_path: Path) -> None:
     frames = open_frames(tmp_path, source, PreprocessConfig.from_hf(preprocessor_config(POCKET_SIZE)), 16, workers=1)
     tower = new_pocket(train_tokenizer(320), 0, DRAFT_SIZE).vision
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        wanted = tower(normalised(torch.from_numpy(frames.pixels[1]))).float()
+        wanted = tower(normalised(torch.from_numpy(np.array(frames.pixels[1])))).float()
     kept = stored(tower_features(tower, frames, torch.device("cpu"))[1])
     torch.testing.assert_close(kept.float(), wanted, atol=0.05, rtol=0.05)
     again = stored(tower_features(tower, frames, torch.device("cpu"))[1])

@@ -33,7 +33,7 @@ _LOG_EVERY_S = 30.0
 
 def stored(part: Features) -> Tensor:
     """Some of the stored numbers as bf16."""
-    return torch.from_numpy(np.ascontiguousarray(part)).view(torch.bfloat16)
+    return torch.from_numpy(np.array(part)).view(torch.bfloat16)  # a copy: the file may be written anew
 
 
 @torch.inference_mode()
