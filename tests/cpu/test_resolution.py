@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
@@ -11,6 +13,9 @@ from vlmfast.image.complexity import detail_lost
 from vlmfast.image.load import load_image
 from vlmfast.image.resolution import LOSS_ALLOWED, choose_plan
 from vlmfast.options import Resolution, Vision
+from vlmfast.train.render import render
+from vlmfast.train.scenes import PAGES, POCKET, Split, Style, sample_scene
+from vlmfast.train.shape import POCKET_SIZE, preprocessor_config
 from vlmfast.vlm import VLM
 from vlmfast_models.config import PreprocessConfig
 from vlmfast_models.families.idefics3 import Idefics3
@@ -55,8 +60,6 @@ def test_levels_rise_to_the_checkpoints_own() -> None:
 
 
 def test_pinpoints_of_few_tiles_come_first() -> None:
-    from dataclasses import replace
-
     sizes = ((336, 672), (672, 336), (672, 672), (1008, 336))
     levels = LlavaNext.levels(replace(preprocess_config(), pinpoints=sizes))
     assert [level.pinpoints for level in levels] == [sizes[:2], (*sizes[:2], sizes[3]), sizes]
@@ -79,7 +82,26 @@ def test_max_pixels_bounds_the_canvas() -> None:
 def test_text_keeps_its_tiles_and_a_plain_scene_does_not() -> None:
     full = plans_of(512, 512)[-1]
     assert choose_plan(load_image(small_text()), plans_of(512, 512), "auto") == full
-    assert choose_plan(load_image(plain()), plans_of(512, 512), "auto").num_tiles <= 10
+    assert choose_plan(load_image(plain()), plans_of(512, 512), "auto").num_tiles <= 5
+
+
+def test_print_of_every_size_keeps_its_tiles_and_most_scenes_do_not() -> None:
+    """Guards the limit itself, on what text and things look like in the scenes; twins share a layout, so one of two."""
+
+    levels = Idefics3.levels(PreprocessConfig.from_hf(preprocessor_config(POCKET_SIZE)))
+
+    def share_whole(style: Style, count: int) -> float:
+        whole = []
+        for number in range(count):
+            image = load_image(render(sample_scene(7, 2 * number, split=Split.TRAIN, style=style)).picture)
+            plans = [idefics3_plan(image.width, image.height, level, 64) for level in levels]
+            whole.append(choose_plan(image, plans, "auto") == plans[-1])
+        return sum(whole) / len(whole)
+
+    things = replace(POCKET, page_share=0.0)
+    assert share_whole(PAGES, 60) >= 0.9
+    assert share_whole(replace(things, sign_share=1.0), 30) >= 0.95
+    assert share_whole(replace(things, sign_share=0.0), 60) <= 0.4
 
 
 def test_a_corner_of_text_on_a_large_plain_page_is_enough() -> None:

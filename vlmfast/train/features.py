@@ -5,7 +5,6 @@ A file of bf16 numbers beside the frames, made anew when tower or frames have ch
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from pathlib import Path
@@ -14,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from vlmfast.image.identity import digest_of
 from vlmfast.train.attention import fast_on_cpu
 from vlmfast.train.dense import normalised
 from vlmfast.train.frames import Frames
@@ -40,8 +40,10 @@ def stored(part: Features) -> Tensor:
 def tower_features(vision: VisionTransformer, frames: Frames, device: torch.device) -> Features:
     """The tower's features of all frames, from their folder; else computed into it, each process its share."""
     file, stamp = frames.folder / "features.npy", frames.folder / "features.key"
-    key = f"{_fingerprint(vision)} {len(frames.pixels)} {frames.source.describe()}"
+    weights = (part for name, value in vision.state_dict().items() for part in (name, value.cpu().numpy().tobytes()))
+    key = digest_of(frames.source.describe(), repr(frames.pixels.shape), *weights)
     if not (stamp.is_file() and stamp.read_text(encoding="utf-8") == key):
+        stamp.unlink(missing_ok=True)  # a run broken off leaves a file of nobody
         _compute(vision, frames, file, device)
         if rank() == 0:
             stamp.write_text(key, encoding="utf-8")
@@ -72,11 +74,3 @@ def _compute(vision: VisionTransformer, frames: Frames, file: Path, device: torc
 def _wait() -> None:
     if size() > 1:
         dist.barrier()
-
-
-def _fingerprint(module: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, value in module.state_dict().items():
-        digest.update(name.encode())
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -79,6 +79,16 @@ class Frames:
             labels={name: values.reshape(-1, 1, *values.shape[2:]) for name, values in self.labels.items()},
         )
 
+    def whole(self) -> Frames:
+        """The global frame of every picture alone, [N, 1, ...]. Nothing is copied."""
+        return Frames(
+            source=self.source,
+            folder=self.folder,
+            plan=self.global_plan,
+            pixels=self.pixels[:, -1:],
+            labels={name: values[:, -1:] for name, values in self.labels.items()},
+        )
+
     @property
     def global_plan(self) -> TilePlan:
         """The plan of a picture that shows its global frame only."""

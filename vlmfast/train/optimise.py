@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vlmfast.errors import InputError
 from vlmfast.train.parallel import average_gradients, rank
 
 
@@ -49,10 +50,11 @@ class Optimiser:
     def __init__(self, modules: Iterable[nn.Module], schedule: Schedule) -> None:
         self.schedule = schedule
         # A tied matrix appears under two names; the dictionary keeps it once.
-        named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if p.requires_grad}
+        named = {id(p): (name, p) for module in modules for name, p in module.named_parameters()}
         self.parameters = [parameter for _, parameter in named.values()]
         hidden = [p for name, p in named.values() if name.startswith("layers.") and p.ndim == 2]
-        others = [p for name, p in named.values() if not (name.startswith("layers.") and p.ndim == 2)]
+        taken = {id(p) for p in hidden}
+        others = [p for p in self.parameters if id(p) not in taken]
         groups = [
             {"params": [p for p in others if p.ndim >= 2], "weight_decay": schedule.weight_decay},
             {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
@@ -95,11 +97,17 @@ def save_state(path: Path, step: int, modules: dict[str, nn.Module], optimiser: 
 
 
 def load_state(path: Path, modules: dict[str, nn.Module], optimiser: Optimiser | None = None) -> int:
-    """Fills the modules (and the optimiser) from a file of `save_state`; returns the step to go on from."""
+    """Fills the modules (and the optimiser) from a file of `save_state`; returns the step to go on from.
+
+    Raises:
+        InputError: the file was left by another optimiser, that of an earlier version.
+    """
     state = torch.load(path, map_location="cpu", weights_only=True)
     for name, module in modules.items():
         module.load_state_dict(state["modules"][name])
     if optimiser is not None:
+        if missing := optimiser.optimisers.keys() - state.keys():
+            raise InputError(f"{path} has no state of {', '.join(missing)}: an earlier version left it; train anew")
         for name, part in optimiser.optimisers.items():
             part.load_state_dict(state[name])
     return int(state["step"])

@@ -120,7 +120,8 @@ def _lessons(
             share=portion.share,
             features=tower_features(model.vision, frames, place.device) if fixed_tower else None,
         )
-        for portion, frames in pictures.lessons()
+        for portion, drawn in pictures.lessons()
+        for frames in [drawn.whole() if recipe.global_only else drawn]
     ]
 
 
