@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from vlmfast.checkpoint import bundled_model
 from vlmfast.errors import InputError
 from vlmfast.train.dense import normalised, shown_patches
 from vlmfast.train.features import stored, tower_features
@@ -48,6 +50,12 @@ def tiny(recipe: Recipe, num_joint_steps: int = 1) -> Recipe:
         num_held_out_frames=2,
         num_scored_scenes=1,
     )
+
+
+def tiny_draft() -> Recipe:
+    """The draft's recipe at its smallest: one stage, on the bundled model's tower."""
+    recipe = replace(tiny(DRAFT_RECIPE), dense=None, joint=None, cool=None, crowded=DRAFT_RECIPE.crowded)
+    return replace(recipe, tokenizer=bundled_model() / "tokenizer.json", tower=bundled_model())
 
 
 def place(folder: Path, **how: bool) -> Workplace:
@@ -198,6 +206,21 @@ def test_a_work_folder_may_be_gone_on_from(trained: Path) -> None:
         (trained / file.name).write_bytes(file.read_bytes())
     train_pocket(tiny(DRAFT_RECIPE), place(trained), trained / "from-itself", start=trained)
     assert (trained / "from-itself" / "model.safetensors").is_file()
+
+
+def test_a_draft_keeps_the_tower_that_it_takes(tmp_path: Path) -> None:
+    train_pocket(tiny_draft(), place(tmp_path), tmp_path / "out")
+    drafting, pocket = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", bundled_model()))
+    tower = [name for name in pocket if "vision_model" in name]
+    assert tower
+    assert all(torch.equal(drafting[name], pocket[name]) for name in tower)
+    assert not (tmp_path / "dense.pt").exists()
+
+
+def test_a_tower_of_another_shape_is_refused(tmp_path: Path) -> None:
+    recipe = replace(tiny_draft(), size=replace(DRAFT_SIZE, vision_layers=2))
+    with pytest.raises(InputError, match="tower is of another shape"):
+        train_pocket(recipe, place(tmp_path), tmp_path / "out")
 
 
 def test_ending_what_never_began_is_refused(tmp_path: Path) -> None:

@@ -81,21 +81,21 @@ def pocket(
 def draft(
     out: _Out,
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (40 GB).")
+        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (12 GB).")
     ] = Path("runs/draft"),
     resume: _Resume = False,
-    anneal: _Anneal = False,
     seed: _Seed = 0,
     scale: _Scale = 1.0,
     device: _Device = "auto",
     threads: _Threads = 2,
 ) -> None:
-    """Train a smaller pocket that drafts for the bundled one (`--draft-model`): same scenes, same tokenizer."""
+    """Train a smaller model that drafts for the bundled one (`--draft-model`): same scenes, tokenizer and tower."""
     from vlmfast.checkpoint import bundled_model
     from vlmfast.train.recipe import DRAFT_RECIPE
 
-    place = _workplace(work, device, threads, resume=resume, anneal=anneal)
-    recipe = replace(DRAFT_RECIPE, seed=seed, tokenizer=bundled_model() / "tokenizer.json")
+    place = _workplace(work, device, threads, resume=resume, anneal=False)
+    target = bundled_model()
+    recipe = replace(DRAFT_RECIPE, seed=seed, tokenizer=target / "tokenizer.json", tower=target)
     _train(recipe.scaled(scale), place, out)
 
 

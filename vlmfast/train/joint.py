@@ -28,7 +28,7 @@ from vlmfast.train.packing import IGNORED_TARGET, Batch, collate, pack
 from vlmfast.train.parallel import my_part, rank
 from vlmfast.train.scenes import stream
 from vlmfast.train.tokens import PromptTokens
-from vlmfast.train.vocabulary import SHAPES, SIGN_WORDS, plural
+from vlmfast.train.vocabulary import NUMBER_WORDS, SHAPES, SIGN_WORDS, plural
 from vlmfast_models.families.idefics3 import Idefics3
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _LOG_EVERY = 50
 _CHAT_SHARE = 0.2
 _ALIGNMENT_WEIGHT = 0.5
 _DENSE_WEIGHT = 0.5
-_SLOW_WORDS = ("Yes", "No", *SHAPES, *map(plural, SHAPES), *SIGN_WORDS)
+_SLOW_WORDS = ("Yes", "No", "is", "are", *NUMBER_WORDS, *SHAPES, *map(plural, SHAPES), *SIGN_WORDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,8 @@ from vlmfast.train.tokens import PromptTokens
 IGNORED_TARGET = -100
 PADDING_SEGMENT = -1
 
-# Captions and lists carry the most information; a sign exists in few scenes, so it is always asked for.
-_ALWAYS = ("what", "caption", "exists", "exists", "sign")
+# Captions and lists say most; signs are few; comparing places and counting what is not there are slow to learn.
+_ALWAYS = ("what", "caption", "exists", "exists", "sign", "relation", "relation", "count", "count")
 _OTHERS = tuple(kind for kind in KINDS if kind not in (*_ALWAYS, "page"))
 _ON_A_PAGE = ("page", "page", "page", "caption", "exists")
 
@@ -50,7 +50,7 @@ class Batch:
     targets: Tensor
 
 
-def questions_for_row(scene: Scene, rng: random.Random, num_others: int = 5) -> list[Question]:
+def questions_for_row(scene: Scene, rng: random.Random, num_others: int = 3) -> list[Question]:
     """The kinds that are always asked and some of the others, in random order; a page is read in several ways."""
     kinds = list(_ON_A_PAGE) if scene.page is not None else [*_ALWAYS, *rng.sample(_OTHERS, num_others)]
     rng.shuffle(kinds)

@@ -12,8 +12,9 @@ from vlmfast.train.scenes import CROWDED, LARGE_PRINT, PAGES, POCKET, Split, Sty
 from vlmfast.train.sources import EasySource, SceneSource, Source
 from vlmfast_models.config import PreprocessConfig
 
-_SCENES = replace(POCKET, page_share=0.0, sign_share=0.4)
-"""The scored scenes without pages, which are a lesson of their own, and with more signs, which are learnt slowly."""
+_SCENES = replace(POCKET, page_share=0.0, sign_share=0.45, repeat_share=0.3)
+"""The scored scenes without pages, which are a lesson of their own, and with more of what is learnt slowly: signs, and
+things that occur more than once."""
 
 
 class Pictures:
@@ -25,8 +26,9 @@ class Pictures:
 
     def draw(self) -> None:
         """Draws all of them."""
-        for frames in (self.crowded, self.held_out_crowded, self.held_out, self.lessons):
-            frames()
+        if self.recipe.dense is not None:
+            self.crowded(), self.held_out_crowded()
+        self.held_out(), self.lessons()
 
     def crowded(self) -> Frames:
         count = self.recipe.crowded.count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,16 +28,18 @@ class Recipe:
     """How much of everything."""
 
     size: shape.Size
-    dense: Schedule
-    """The tower alone."""
     decoder: Schedule
     """Connector and decoder alone, on the tower's features, which are computed once."""
-    joint: Schedule
+    dense: Schedule | None = None
+    """The tower alone, before; None leaves a stage out."""
+    joint: Schedule | None = None
     """All together."""
-    cool: Schedule
+    cool: Schedule | None = None
     """All together, to a standstill."""
+    tower: Path | None = None
+    """A pocket whose tower is taken as it is, to learn on or to keep."""
     emphasis: float = 5.0
-    """How many times the words that are slow to learn (shapes, sign texts, yes and no) count."""
+    """How many times the words that are slow to learn (shapes, sign texts, numbers, yes and no) count."""
     crowded: Portion = Portion(count=8_000, share=0.3, global_share=0.0)
     """The pictures of dense pretraining. Their pages are full: short ones are soon known by heart instead of read."""
     scenes: Portion = Portion(count=8_000, share=0.4, global_share=0.4)
@@ -56,6 +59,12 @@ class Recipe:
     seed: int = 0
 
     @property
+    def stages(self) -> dict[str, Schedule]:
+        """Stages by name, in their order."""
+        every = {"dense": self.dense, "decoder": self.decoder, "joint": self.joint, "cool": self.cool}
+        return {name: schedule for name, schedule in every.items() if schedule is not None}
+
+    @property
     def global_only(self) -> bool:
         """Whether the model sees every picture as its global frame alone."""
         return self.size.longest_edge == shape.TILE_SIDE
@@ -66,17 +75,11 @@ class Recipe:
 
     def scaled(self, factor: float) -> Recipe:
         """The recipe with `factor` times as many steps in every stage, one at least."""
-
-        def longer(schedule: Schedule) -> Schedule:
-            return replace(schedule, num_steps=max(1, round(schedule.num_steps * factor)))
-
-        return replace(
-            self,
-            dense=longer(self.dense),
-            decoder=longer(self.decoder),
-            joint=longer(self.joint),
-            cool=longer(self.cool),
-        )
+        longer: dict[str, Any] = {
+            name: replace(schedule, num_steps=max(1, round(schedule.num_steps * factor)))
+            for name, schedule in self.stages.items()
+        }
+        return replace(self, **longer)
 
 
 POCKET_RECIPE = Recipe(
@@ -90,12 +93,13 @@ POCKET_RECIPE = Recipe(
 
 DRAFT_RECIPE = Recipe(
     size=shape.DRAFT_SIZE,
-    dense=Schedule(num_steps=3000, batch_size=16, learning_rate=1e-3),
-    decoder=Schedule(num_steps=4_000, batch_size=16, learning_rate=1e-3, final_share=0.1),
-    joint=Schedule(num_steps=8_000, batch_size=16, learning_rate=8e-4, final_share=1.0),
-    cool=Schedule(num_steps=1500, batch_size=16, learning_rate=8e-4, warmup_steps=0),
+    decoder=Schedule(num_steps=6_000, batch_size=32, learning_rate=1e-3, final_share=0.02),
+    crowded=Portion(count=0, share=0.0, global_share=1.0),
+    scenes=Portion(count=8_000, share=0.8, global_share=1.0),
+    pages=Portion(count=0, share=0.0, global_share=1.0),
+    large_print=Portion(count=3_000, share=0.15, global_share=1.0),
 )
-"""The same stages for a smaller model, which drafts for the pocket."""
+"""A smaller decoder that drafts for a pocket, on that pocket's own tower (`tower`), which stays as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

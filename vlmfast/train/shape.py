@@ -39,8 +39,8 @@ POCKET_SIZE = Size(
     longest_edge=2 * TILE_SIDE,
 )
 DRAFT_SIZE = Size(
-    vision_width=128,
-    vision_layers=4,
+    vision_width=POCKET_SIZE.vision_width,
+    vision_layers=POCKET_SIZE.vision_layers,
     text_width=128,
     text_layers=2,
     num_heads=2,
@@ -48,7 +48,7 @@ DRAFT_SIZE = Size(
     feed_forward=384,
     longest_edge=TILE_SIDE,
 )
-"""A draft model for the pocket: it sees the global frame only."""
+"""A draft model for the pocket: it has the same tower and sees the global frame only."""
 
 
 def model_config(size: Size, vocab_size: int, token_ids: dict[str, int]) -> dict[str, Any]:

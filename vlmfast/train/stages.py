@@ -8,6 +8,7 @@ on from its last save. Everything random is keyed by the recipe's seed.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -36,17 +37,17 @@ from vlmfast_models.weights import load_checkpoint
 
 
 def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | None = None) -> Tally:
-    """Runs the stages, writes the checkpoint to `out`, and returns its held-out accuracy on pocket scenes.
+    """Runs the recipe's stages, writes the checkpoint to `out`, and returns its held-out accuracy on pocket scenes.
 
     Args:
         start: a pocket checkpoint to go on from, with its tokenizer, through the same stages.
 
     Raises:
         WeightsError: `start` is of another shape.
-        InputError: easy-VQA is not installed, there is no training to end, `start` has no tokenizer, or there are more
-            processes than pictures in a batch.
+        InputError: easy-VQA is not installed, there is no training to end, `start` has no tokenizer, the recipe's tower
+            is of another shape, or there are more processes than pictures in a batch.
     """
-    smallest = min(schedule.batch_size for schedule in (recipe.dense, recipe.decoder, recipe.joint, recipe.cool))
+    smallest = min(schedule.batch_size for schedule in recipe.stages.values())
     if place.num_processes > smallest:
         raise InputError(f"{place.num_processes} processes can not share batches of {smallest}: use at most {smallest}")
     joint_state = place.folder / "joint.pt"
@@ -65,7 +66,7 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
         run_group(work, place.num_processes)
     else:
         work()
-    load_state(place.folder / "cool.pt", joint_modules(model, heads))
+    load_state(place.folder / f"{[*recipe.stages][-1]}.pt", joint_modules(model, heads))
     write_pocket(model, tokens.tokenizer, recipe.size, out)
     return _score(model, tokens, recipe, place, pictures.held_out())
 
@@ -74,21 +75,22 @@ def _run_stages(recipe: Recipe, place: Workplace, start: Path | None) -> None:
     """All training, alone or as one of several processes; the result is the state file of the last stage."""
     model, heads, tokens = _networks(recipe, place, start)
     pictures = Pictures(recipe, place)
-    pretrain(
-        model.vision,
-        heads,
-        pictures.crowded().single(),
-        pictures.held_out_crowded().single(),
-        recipe.dense,
-        place.folder,
-        num_shown=recipe.dense_patches,
-        seed=recipe.seed,
-        resume=place.resume,
-        device=place.device,
-    )
     held_out = pictures.held_out().first(recipe.num_scored_scenes)
-    learn = {"decoder": recipe.decoder, "joint": recipe.joint, "cool": recipe.cool}
-    for number, (name, schedule) in enumerate(learn.items()):
+    for number, (name, schedule) in enumerate(recipe.stages.items()):
+        if name == "dense":
+            pretrain(
+                model.vision,
+                heads,
+                pictures.crowded().single(),
+                pictures.held_out_crowded().single(),
+                schedule,
+                place.folder,
+                num_shown=recipe.dense_patches,
+                seed=recipe.seed,
+                resume=place.resume,
+                device=place.device,
+            )
+            continue
         state = place.folder / f"{name}.pt"
         if name == "joint" and place.anneal:
             load_state(state, joint_modules(model, heads))
@@ -131,8 +133,20 @@ def _networks(recipe: Recipe, place: Workplace, start: Path | None) -> tuple[Ide
     model = new_pocket(tokenizer, recipe.seed, recipe.size).to(place.device)
     if start is not None:
         load_checkpoint(model, start)
+    if recipe.tower is not None:
+        _take_tower(model, recipe.tower)
     heads = DenseHeads(model.config.vision.hidden_size).to(place.device)
     return model, heads, PromptTokens(tokenizer=tokenizer)
+
+
+def _take_tower(model: Idefics3, folder: Path) -> None:
+    """Gives the model the tower of the pocket in `folder`. Mutates it."""
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    if config.vision != model.config.vision:
+        raise InputError(f"{folder}: its tower is of another shape than the one to train on")
+    pocket = Idefics3(config)
+    load_checkpoint(pocket, folder)
+    model.vision.load_state_dict(pocket.vision.state_dict())
 
 
 def _score(model: Idefics3, tokens: PromptTokens, recipe: Recipe, place: Workplace, held_out: Frames) -> Tally:
