@@ -20,6 +20,7 @@ from paired import TEXT_KINDS
 
 from vlmfast.options import Batching, Caching, Sampling, Vision
 from vlmfast.train.answers import credit, is_right
+from vlmfast.train.asking import conversation
 from vlmfast.train.questions import Question
 from vlmfast.train.render import render
 from vlmfast.train.scenes import Split, sample_scene
@@ -72,7 +73,10 @@ class HeldOut:
 
     def name(self, block: int) -> str:
         """Names the block's pictures and questions: other scenes or other rules, another name."""
-        content = [(asked.image.digest, asked.kind, asked.question.prompt) for asked in self.blocks[block]]
+        content = [
+            (asked.image.digest, asked.kind, asked.question.before, asked.question.prompt)
+            for asked in self.blocks[block]
+        ]
         return hashlib.sha256(json.dumps([ANSWER_TOKENS, content]).encode()).hexdigest()[:16]
 
     def _block(self, index: int) -> list[Asked]:
@@ -116,7 +120,8 @@ def load(folder: Path, *, cpu_batch: int = BLOCK_PICTURES) -> VLM:
 def answer_all(vlm: VLM, block: Sequence[Asked], vision: Vision | None) -> Iterator[Answer]:
     """The answer to each question, in order; the engine has all of them at once."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS)
-    streams = [vlm.stream(asked.image, asked.question.prompt, sampling=sampling, vision=vision) for asked in block]
+    talks = [conversation((asked.image,), asked.question.before, asked.question.prompt) for asked in block]
+    streams = [vlm.answer_messages(talk, sampling=sampling, vision=vision) for talk in talks]
     for stream in streams:
         answer = None
         for chunk in stream:
