@@ -15,6 +15,7 @@ from oracle import noise
 from vlmfast import FastV, Reduce, Sampling, Vision
 from vlmfast.prompt import Message
 from vlmfast.sequence import Request
+from vlmfast.train.wording import Question
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -203,3 +204,26 @@ def test_headlines_are_null_with_a_note_where_other_weights_made_the_table() -> 
     assert found["fastv50_points_lost"] is None and "no full run" in found["note"]
     found = tokens.lost(_results(_row("fastv@2", 0.5, 0.4, 6.0, 1.6))["quality"])
     assert found["fastv50_points_lost"] == 0.4 and "note" not in found
+
+
+def test_a_second_turn_is_asked_after_the_first(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards questions such as "What colour is it?", which mean nothing alone."""
+    heard: list[list[Message]] = []
+    answer = plain.answer_messages
+
+    def listening(messages: list[Message], **options: Any) -> Any:
+        heard.append(messages)
+        return answer(messages, **options)
+
+    monkeypatch.setattr(plain, "answer_messages", listening)
+    (image,) = plain.load_images(noise(64, 64))
+    before = (("Is there a star?", "Yes, there is one star."),)
+    question = Question(kind="follow", prompt="Where is it?", answer="", expect={"asks": "where"}, before=before)
+    asked = held_out.Asked(image=image, kind="follow", question=question)
+    assert len([*held_out.answer_all(plain, [asked], None)]) == 1
+    assert [(message.role, message.text) for message in heard[0]] == [
+        ("user", "Is there a star?"),
+        ("assistant", "Yes, there is one star."),
+        ("user", "Where is it?"),
+    ]
+    assert [len(message.images) for message in heard[0]] == [1, 0, 0]
