@@ -15,6 +15,7 @@ from oracle import noise
 from vlmfast import FastV, Reduce, Sampling, Vision
 from vlmfast.prompt import Message
 from vlmfast.sequence import Request
+from vlmfast.train.asking import conversation
 from vlmfast.train.wording import Question
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -90,12 +91,10 @@ def test_batches_answer_as_single_questions_do(load_vlm: Callable[..., Any]) -> 
     for vision in (None, Vision(reduce=Reduce("scope", keep=0.25)), Vision(fastv=FastV(layer=1, keep=0.5))):
         answers = list(held_out.answer_all(batched, block, vision))
         for asked, answer in zip(block, answers, strict=True):
-            single = alone.describe(
-                asked.image,
-                asked.question.prompt,
-                sampling=Sampling(max_new_tokens=held_out.ANSWER_TOKENS),
-                vision=vision,
-            )
+            talk = conversation((asked.image,), asked.question.before, asked.question.prompt)
+            sampling = Sampling(max_new_tokens=held_out.ANSWER_TOKENS)
+            *_, last = alone.answer_messages(talk, sampling=sampling, vision=vision)
+            single = last.answer
             assert answer.token_ids == single.token_ids
 
 
