@@ -87,7 +87,6 @@ def test_text_keeps_its_tiles_and_a_plain_scene_does_not() -> None:
 
 def test_print_of_every_size_keeps_its_tiles_and_most_scenes_do_not() -> None:
     """Guards the limit itself, on what text and things look like in the scenes; twins share a layout, so one of two."""
-
     levels = Idefics3.levels(PreprocessConfig.from_hf(preprocessor_config(POCKET_SIZE)))
 
     def share_whole(style: Style, count: int) -> float:

@@ -81,7 +81,7 @@ def pocket(
 def draft(
     out: _Out,
     work: Annotated[
-        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (12 GB).")
+        Path, typer.Option("--work", metavar="DIR", help="Folder for frames and training state (17 GB).")
     ] = Path("runs/draft"),
     resume: _Resume = False,
     seed: _Seed = 0,

@@ -27,8 +27,10 @@ class Pictures:
     def draw(self) -> None:
         """Draws all of them."""
         if self.recipe.dense is not None:
-            self.crowded(), self.held_out_crowded()
-        self.held_out(), self.lessons()
+            self.crowded()
+            self.held_out_crowded()
+        self.held_out()
+        self.lessons()
 
     def crowded(self) -> Frames:
         count = self.recipe.crowded.count

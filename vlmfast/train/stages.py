@@ -3,7 +3,7 @@ sees, everything together, cooling down, export.
 
 Joint training runs at a constant rate, so that it may be ended anywhere; cooling lowers the rate to nearly nothing.
 Each stage leaves a state file in the work folder; with `resume` a finished stage is read back and a broken-off one goes
-on from its last save. Everything random is keyed by the recipe's seed.
+on from its last save. A recipe may leave stages out. Everything random is keyed by the recipe's seed.
 """
 
 from __future__ import annotations
