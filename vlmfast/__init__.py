@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vlmfast.chat import Chat
+    from vlmfast.default import describe
     from vlmfast.image.load import load_image
     from vlmfast.options import Batching, Caching, FastV, Limits, Reduce, Sampling, ToMe, Vision
     from vlmfast.spec.options import Speculation
     from vlmfast.types import Answer, CaptionError, Chunk, ImageInput, Timings, Usage
-    from vlmfast.vlm import VLM, describe
+    from vlmfast.vlm import VLM
 
 __version__ = "0.1.0"
 
@@ -42,7 +43,7 @@ __all__ = [
 
 _HOME = {
     "VLM": "vlmfast.vlm",
-    "describe": "vlmfast.vlm",
+    "describe": "vlmfast.default",
     "Chat": "vlmfast.chat",
     "load_image": "vlmfast.image.load",
     "Batching": "vlmfast.options",

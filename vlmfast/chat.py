@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vlmfast.chat_file import ChatState, Turn, read_chat, write_chat
-from vlmfast.compose import check_layers
+from vlmfast.checks import given
 from vlmfast.errors import ContextLengthError, InputError, OptionError
 from vlmfast.image.identity import digest_of
 from vlmfast.options import Overflow, Sampling, Vision
@@ -40,6 +40,7 @@ class Chat:
         vision: Vision | None = None,
         speculation: Drafting | None = None,
     ) -> None:
+        vlm.check(vision=vision, speculation=speculation)
         self._vlm = vlm
         self._pending = images
         self._system = system
@@ -61,7 +62,7 @@ class Chat:
     @property
     def vision(self) -> Vision:
         """How many visual tokens its questions are computed on."""
-        return self._vision or Vision()
+        return Vision() if self._vision is None else self._vision
 
     def add_images(self, images: Images) -> None:
         """Gives pictures to the next question.
@@ -87,7 +88,7 @@ class Chat:
     def stream(self, text: str, images: Images = None, *, sampling: Sampling | None = None) -> Iterator[Chunk]:
         """As `ask`, piece by piece; the last chunk carries the answer."""
         started = time.perf_counter()
-        sampling = sampling or Sampling()
+        sampling = given(Sampling, "sampling", sampling)
         num_pending = len(self._pending)
         question = Message(role="user", text=text, images=self._pending + self._vlm.load_images(images))
         turns, dropped = list(self._turns), []
@@ -224,9 +225,9 @@ def _check_fits(state: ChatState, vlm: VLM, where: str, *, tokens: bool, vision:
                     f"{where}: a damaged chat: the answer of turn {number} holds token {token}, which this model does "
                     "not write; empty its token_ids to go on from its text"
                 )
-    if vision and state.vision is not None and state.vision.fastv is not None:
+    if vision:
         try:
-            check_layers(state.vision.fastv, config.text.num_layers)
+            vlm.check(vision=state.vision)
         except OptionError as error:
             raise InputError(f"{where}: this model can not go on with it: {error}; or load it with a vision") from error
 

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +152,23 @@ def _state(content: dict[str, Any], load_images: Callable[[Sequence[bytes]], Seq
 
 
 def _vision(value: Any) -> Vision | None:
+    if not isinstance(value, dict):
+        return _options(Vision, value)
+    kinds = {"tome": ToMe, "reduce": Reduce, "fastv": FastV}
+    parts = {name: _options(kinds[name], part) if name in kinds else part for name, part in value.items()}
+    vision: Vision | None = _options(Vision, parts)
+    return vision
+
+
+def _options(kind: Any, value: Any) -> Any:
+    """The options of a kind by the names of their fields; None as it is."""
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise TypeError(f"expected the parts of a vision option, got {value!r}")
-    kinds = {"tome": ToMe, "reduce": Reduce, "fastv": FastV}
-    parts = {name: kinds[name](**part) if name in kinds and part is not None else part for name, part in value.items()}
-    return Vision(**parts)
+        raise TypeError(f"expected the parts of {kind.__name__}, got {value!r}")
+    if unknown := value.keys() - {field.name for field in fields(kind)}:
+        raise TypeError(f"{kind.__name__} has no {', '.join(sorted(unknown))}")
+    return kind(**value)
 
 
 def _text(value: Any) -> str:

@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 from vlmfast.errors import OptionError
+
+T = TypeVar("T")
+
+
+def given(kind: type[T], name: str, value: T | None) -> T:
+    """The options given for an argument, or the default ones.
+
+    Raises:
+        OptionError: it is something else. An empty one, such as {}, is not taken for none.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise OptionError(f"{name} must be options or None, got {value!r}; write {name}={kind.__name__}(...)")
+    return value
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vlmfast.cache.features import FeatureCache
 from vlmfast.checkpoint import Checkpoint, is_text_checkpoint, read_checkpoint, read_text_checkpoint, resolve_folder
-from vlmfast.errors import ConfigError
+from vlmfast.errors import ConfigError, ModelNotFoundError
 from vlmfast.kv import text_within_memory
 from vlmfast.spec.model import Look, ModelDrafter
 from vlmfast.types import ImageInput
@@ -44,7 +44,10 @@ def load_draft_model(
         ModelError: the checkpoint can not be used.
         ConfigError: it has another tokenizer (the first difference is named), or fewer embeddings than tokens.
     """
-    folder = resolve_folder(name_or_path)
+    try:
+        folder = resolve_folder(name_or_path)
+    except ModelNotFoundError as error:
+        raise ModelNotFoundError(f"draft {error}") from error
     checkpoint: Checkpoint | None = None
     if is_text_checkpoint(folder):
         text, tokenizer = read_text_checkpoint(folder)

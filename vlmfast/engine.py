@@ -117,11 +117,7 @@ class Engine:
         num_prompt = len(request.prompt.ids)
         max_tokens = self._max_context - request.prompt.num_skipped
         if num_prompt + request.room > max_tokens:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt + request.prompt.num_skipped} tokens "
-                f"({sum(span.plan.n_tokens for span in request.prompt.spans)} of them visual), the model's "
-                f"context is {self._max_context}; shorten the text or give fewer or smaller pictures"
-            )
+            raise ContextLengthError(_no_room(request, self._max_context))
         sequence = Sequence(
             seq_id=next(self._ids),
             request=request,
@@ -328,3 +324,17 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         self._scheduler.finish(sequence)
         self._runner.release(sequence.seq_id)
+
+
+def _no_room(request: Request, max_context: int) -> str:
+    """Why a prompt is refused. Visual tokens that a reducer left out keep their places."""
+    spans, skipped = request.prompt.spans, request.prompt.num_skipped
+    visual = sum(span.plan.n_tokens for span in spans)
+    left_out = f"; {skipped} of these are left out, but keep their places" if skipped else ""
+    remedy = "shorten the text"
+    if spans:
+        remedy += ', give fewer pictures, or see them with fewer tiles (Vision(resolution="low"), --resolution low)'
+    return (
+        f"the prompt has {len(request.prompt.ids) + skipped} tokens ({visual} of them visual{left_out}) and needs room "
+        f"for {request.room} of an answer, the model's context is {max_context}; {remedy}"
+    )

@@ -291,7 +291,8 @@ class ToMe:
 
     r: int | float | tuple[int | float, ...] = 0.08
     """Patches merged in every layer: a number, or a share up to 0.5 of those that are left. Several: layer by layer,
-    none in the layers after. A layer merges at most half of its patches."""
+    none in the layers after. A layer merges at most half of its patches: more is refused in the first layer, and
+    cut to half in those after it."""
 
     def __post_init__(self) -> None:
         values = self.r if isinstance(self.r, (tuple, list)) else (self.r,)
@@ -325,9 +326,9 @@ class Reduce:
     """What is kept of a picture: a share above 0 and up to 1 (all), a number of tokens from 2 on, at least one for each
     of its frames; or "auto": as many as it takes until each token left out is much like one that is kept."""
     floor: float = 0.25
-    """The smallest share that "auto" keeps."""
+    """The smallest share that keep="auto" keeps; of no effect with another `keep`."""
     seed: int = 0
-    """Of "random"."""
+    """Of "random"; of no effect on the others."""
 
     def __post_init__(self) -> None:
         require(self.method in REDUCERS, "method", self.method, f"one of {', '.join(REDUCERS)}")

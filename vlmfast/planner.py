@@ -25,23 +25,29 @@ class PromptPlanner:
         self._config = config
         self._batching = batching
 
+    def check(self, vision: Vision) -> None:
+        """Raises OptionError for what this model can do with no picture."""
+        self._vision.check(vision)
+        if vision.fastv is not None:
+            check_layers(vision.fastv, self._config.text.num_layers)
+
     def prompt(self, messages: Sequence[Message], vision: Vision) -> Prompt:
         """The token ids that a conversation becomes, ending where the assistant's next turn begins.
 
         Raises:
             InputError: the chat template refuses the conversation, or the model can not do what `vision` asks for.
         """
+        self.check(vision)
         return self._prompts_of(messages, vision, [len(messages)])[0]
 
     def pruning(self, messages: Sequence[Message], vision: Vision, prompt: Prompt) -> Pruning | None:
         """What FastV is to rank in the prompt of a conversation; None without FastV or pictures.
 
         Raises:
-            InputError: the decoder has no such layer, or the prompt does not fit one pass.
+            InputError: the prompt does not fit one pass.
         """
         if vision.fastv is None or not prompt.spans:
             return None
-        check_layers(vision.fastv, self._config.text.num_layers)
         if len(prompt.ids) > self._batching.max_step_tokens:
             raise InputError(
                 f"FastV computes a prompt in one pass; this one has {len(prompt.ids)} tokens, "

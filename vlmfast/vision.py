@@ -66,6 +66,10 @@ class VisionEncoder:
         self._auto_plans: dict[tuple[str, int | None, tuple[TilePlan, ...]], TilePlan] = {}
         self._auto_counts: dict[tuple[ImageKey, float], tuple[int, ...]] = {}
 
+    def check(self, vision: Vision) -> None:
+        """Raises OptionError where the tower can not merge as asked."""
+        self._merges(vision)
+
     def plan(self, image: ImageInput, vision: Vision = _WHOLE, *, num_images: int = 1) -> TilePlan:
         """The tiles and token count of a picture, one of `num_images` in its prompt.
 

@@ -16,6 +16,7 @@ import torch
 from vlmfast.caches import ModelCaches
 from vlmfast.captions import captions
 from vlmfast.checkpoint import Checkpoint, read_checkpoint, resolve_folder
+from vlmfast.checks import given
 from vlmfast.device import check_vision_dtype, explain, resolve_device, resolve_dtype
 from vlmfast.draft_model import load_draft_model
 from vlmfast.engine import Engine
@@ -153,6 +154,8 @@ class VLM:
         """
         started = time.perf_counter()
         speculation = Speculation.of(speculation).loadable()  # a wrong one is said at once
+        limits, batching = given(Limits, "limits", limits), given(Batching, "batching", batching)
+        keeping = Caching.off() if caching is False else given(Caching, "caching", caching)
         checkpoint = read_checkpoint(resolve_folder(name_or_path, revision=revision))
         torch_device = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, checkpoint.stored_dtype, torch_device)
@@ -160,17 +163,16 @@ class VLM:
         check_vision_dtype(vision_dtype, torch_device)
         network = family(checkpoint.config.model_type)
         model = allocate(lambda: network(checkpoint.config), device=torch_device, dtype=torch_dtype)
-        caching = Caching.off() if caching is False else caching or Caching()
-        load_weights(model, checkpoint, caching, dtype=dtype, vision_dtype=vision_dtype, progress=progress)
+        load_weights(model, checkpoint, keeping, dtype=dtype, vision_dtype=vision_dtype, progress=progress)
         prepare_for_inference(model)
         vlm = cls(
             checkpoint,
             model,
             device=torch_device,
             dtype=torch_dtype,
-            limits=limits or Limits(),
-            batching=batching or Batching(),
-            caching=caching,
+            limits=limits,
+            batching=batching,
+            caching=keeping,
             speculation=speculation,
         )
         vlm._load_ms = (time.perf_counter() - started) * 1e3
@@ -241,8 +243,10 @@ class VLM:
     ) -> Iterator[Answer | CaptionError]:
         """Asks the same of each picture, several at a time; yields in input order.
 
-        A picture that can not be answered yields a `CaptionError` in its place and harms no other.
+        A picture that can not be answered yields a `CaptionError` in its place and harms no other. What would be wrong
+        with every picture raises here: the prompt or an option.
         """
+        self.check(prompt, sampling=sampling, vision=vision, speculation=speculation)
         if is_image_source(images):
             images = [images]  # one picture, not a row of letters, bytes or pixel rows
         if not isinstance(images, Iterable):
@@ -315,7 +319,26 @@ class VLM:
         Raises:
             InputError: the checkpoint's chat template refuses it, or the model can not do what `vision` asks for.
         """
-        return self._planner.prompt(messages, vision or Vision())
+        return self._planner.prompt(messages, given(Vision, "vision", vision))
+
+    def check(
+        self,
+        prompt: str | None = None,
+        *,
+        sampling: Sampling | None = None,
+        vision: Vision | None = None,
+        speculation: Drafting | None = None,
+    ) -> None:
+        """Says what is wrong with a question, whatever its pictures; answers nothing.
+
+        Raises:
+            InputError: the prompt can not be asked, or this model can not do what an option asks for.
+        """
+        if prompt is not None:
+            _check_text(prompt)
+        given(Sampling, "sampling", sampling)
+        self._planner.check(given(Vision, "vision", vision))
+        self._drafting(speculation)
 
     def explain(self) -> str:
         """Which implementation each operation runs on, and why not a faster one."""
@@ -331,18 +354,16 @@ class VLM:
         speculation: Drafting | None = None,
     ) -> Iterator[Chunk]:
         _check_text(messages[-1].text)
-        if not messages[-1].text.strip():
-            raise InputError('the prompt is empty; ask something, for example "What is in the picture?"')
         images = tuple(image for message in messages for image in message.images)
-        vision = vision or Vision()
+        vision = given(Vision, "vision", vision)
         prompt = self._planner.prompt(messages, vision)
         request = Request(
             prompt=prompt,
             images=images,
-            sampling=sampling or Sampling(),
+            sampling=given(Sampling, "sampling", sampling),
             salt=self._caching.salt,
             room=room,
-            speculation=self._speculation if speculation is None else self._speculation.request(speculation),
+            speculation=self._drafting(speculation),
             vision=vision,
             pruning=self._planner.pruning(messages, vision, prompt),
         )
@@ -351,49 +372,17 @@ class VLM:
         self._load_ms = 0.0
         return self._engine.stream(seq_id)
 
+    def _drafting(self, asked: Drafting | None) -> Speculation:
+        return self._speculation if asked is None else self._speculation.request(asked)
+
 
 def _check_text(text: object) -> None:
-    """Raises InputError for what no tokenizer takes."""
+    """Raises InputError for what no tokenizer takes, and for nothing."""
     if not isinstance(text, str):
         raise InputError(f"the prompt must be text, got {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"the prompt holds half a character at position {error.start}; give valid Unicode") from error
-
-
-_default: tuple[str | None, VLM] | None = None
-"""The one piece of global state: the model behind `describe`, with the name it was asked for by."""
-
-
-def describe(
-    images: Images,
-    prompt: str,
-    *,
-    model: VLM | str | os.PathLike[str] | None = None,
-    sampling: Sampling | None = None,
-    vision: Vision | None = None,
-    speculation: Drafting | None = None,
-) -> Answer:
-    """Answers a question about a picture: `print(vlmfast.describe("dog.png", "What is in the picture?"))`.
-
-    Args:
-        images: a path, bytes, data URL, PIL picture, numpy array, or a list of these (one question over all of them).
-        prompt: the question.
-        model: a loaded `VLM`, a checkpoint folder or hub name (kept loaded until another is named), or None for the
-            small model that comes with vlmfast.
-        sampling: how to answer; greedy by default.
-        vision: compute on fewer visual tokens (lossy); all of them by default.
-        speculation: how to draft for this answer; None is as the model was loaded.
-
-    Raises:
-        VLMFastError: see `VLM.describe` and `VLM.from_pretrained`.
-    """
-    global _default
-    if isinstance(model, VLM):
-        return model.describe(images, prompt, sampling=sampling, vision=vision, speculation=speculation)
-    name = None if model is None else os.fspath(model)
-    if _default is None or _default[0] != name:
-        _default = (name, VLM.from_pretrained(name))
-    vlm = _default[1]
-    return vlm.describe(images, prompt, sampling=sampling, vision=vision, speculation=speculation)
+    if not text.strip():
+        raise InputError('the prompt is empty; ask something, for example "What is in the picture?"')

@@ -104,7 +104,9 @@ def load_checkpoint(
             try:
                 reader = stack.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{file} can not be read as safetensors: {error}") from error
+                raise WeightsError(
+                    f"{file} can not be read as safetensors: {error}; is the download complete?"
+                ) from error
             for name in reader.keys():  # noqa: SIM118  (the reader is no mapping)
                 canonical = model.canonical_name(name)
                 if where.get(canonical, (None, name))[1] != name:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from vlmfast.captions import captions
 from vlmfast.cli.main import app
-from vlmfast.errors import InputError
+from vlmfast.errors import InputError, OptionError
 from vlmfast.types import Answer, CaptionError, Chunk, FinishReason, ImageInput, Timings, Usage
 
 SCENES = Path(__file__).parents[2] / "assets" / "scenes"
@@ -137,6 +137,22 @@ def test_an_unwritable_output_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     result = CliRunner().invoke(app, ["caption", str(SCENES / "dog.png"), "-o", str(tmp_path / "file" / "out.jsonl")])
     assert result.exit_code == 2 and "can not be written" in result.stderr
+
+
+def test_rows_are_not_written_over_a_picture(tmp_path: Path) -> None:
+    """Guards the pictures: the file for the rows is opened, and so emptied, before the first of them is read."""
+    picture = tmp_path / "dog.png"
+    picture.write_bytes((SCENES / "dog.png").read_bytes())
+    result = CliRunner().invoke(app, ["caption", str(tmp_path), "-o", str(picture)])
+    assert isinstance(result.exception, OptionError) and "one of the pictures" in str(result.exception)
+    assert picture.read_bytes() == (SCENES / "dog.png").read_bytes()
+
+
+def test_what_is_wrong_with_every_picture_is_said_once() -> None:
+    """Guards options that the model does not have: an error of the whole command, and no row for each picture."""
+    for options in (["--fastv", "0.5", "--fastv-layer", "77"], ["--tome", "400"]):
+        result = CliRunner().invoke(app, ["caption", str(SCENES), *options])
+        assert isinstance(result.exception, OptionError) and result.stdout == ""
 
 
 @pytest.mark.parametrize("command", ["describe", "caption", "chat"])

@@ -96,8 +96,17 @@ def test_given_options_hold_for_a_loaded_chat(
     assert "as the options say: Reduce random keep=0.25" in done.stderr and "; visual tokens " in done.stderr
     done = converse([f"/load {reduced}", "And?"], "--stats")
     assert "as the file says: Reduce random keep=0.25" in done.stderr and "; visual tokens " in done.stderr
-    done = converse([f"/load {saved}", "And?"], "--stats")
-    assert "visual tokens" not in done.stderr
+    for options in ([], ["--resolution", "high"]):  # said outright, a default is an option as any other
+        done = converse([f"/load {reduced if options else saved}", "And?"], *options, "--stats")
+        assert "visual tokens" not in done.stderr
+
+
+def test_a_chat_is_not_saved_over_its_pictures(converse: Callable[..., Any], pictures: dict[str, str]) -> None:
+    """Guards the pictures: /save with the wrong name must not cost one, waiting or asked about."""
+    before = Path(pictures["one"]).read_bytes()
+    done = converse([f"/save {pictures['one']}", "What?", f"/save {pictures['one']}"], pictures["one"])
+    assert done.returncode == 2 and done.stderr.count("is one of the chat's pictures") == 2
+    assert Path(pictures["one"]).read_bytes() == before
 
 
 def test_a_draft_model_is_asked_for(converse: Callable[..., Any]) -> None:

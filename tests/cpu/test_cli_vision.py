@@ -28,10 +28,10 @@ def picture(tmp_path: Path) -> str:
 def ask(checkpoint_of: Callable[..., Path], picture: str, capsys: pytest.CaptureFixture[str]) -> Any:
     """ask(*options) -> exit code, stdout, stderr."""
 
-    def call(*options: str) -> tuple[Any, str, str]:
+    def call(*options: str, image: str = picture) -> tuple[Any, str, str]:
         model = ["--model", str(checkpoint_of()), "--dtype", "float32", "--max-new-tokens", "6"]
         with pytest.raises(SystemExit) as raised:
-            main(["describe", picture, "-p", _PROMPT, *model, *options])
+            main(["describe", image, "-p", _PROMPT, *model, *options])
         return raised.value.code, *capsys.readouterr()
 
     return call
@@ -67,6 +67,10 @@ def test_options_are_those_of_python(
     [
         (["--keep", "0.5"], "--reduce"),
         (["--fastv-layer", "3"], "--fastv K"),
+        (["--fastv-layer", "2"], "--fastv K"),
+        (["--fastv", "nan"], "--fastv: keep"),
+        (["--reduce", "scope", "--keep", "nan", "--fastv", "0.5"], "--keep: keep"),
+        (["--tome", "nan"], "--tome: r"),
         (["--reduce", "best"], "method"),
         (["--reduce", "scope", "--keep", "2.5"], "keep"),
         (["--reduce", "scope", "--keep", "half"], "--keep"),
@@ -83,6 +87,18 @@ def test_bad_values_are_named(ask: Any, options: list[str], named: str) -> None:
     """Guards case 46 on the command line: exit code 2 and a line that names the option."""
     code, out, err = ask(*options)
     assert code == 2 and named in err and not out
+
+
+def test_the_drawing_is_not_written_over_the_picture(ask: Any, tmp_path: Path) -> None:
+    """Guards the pictures: an output named like an input, by whatever spelling, is refused before anything is done."""
+    picture = tmp_path / "picture.png"
+    Image.new("RGB", (8, 8), "red").save(picture)
+    before = picture.read_bytes()
+    (tmp_path / "link.png").symlink_to(picture)
+    for name in ("picture.png", "link.png"):
+        code, out, err = ask("--show-tokens", str(tmp_path / name), image=str(picture))
+        assert code == 2 and "one of the pictures" in " ".join(err.split()) and not out
+    assert picture.read_bytes() == before
 
 
 def test_show_tokens_draws_what_was_left_out(ask: Any, tmp_path: Path) -> None:

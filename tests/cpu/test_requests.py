@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from oracle import build, check_idle, naive_answer, noise
 
-from vlmfast import CaptionError, Limits, Sampling, describe
-from vlmfast.errors import ContextLengthError, ImageError, ImageLimitError, InputError
+from vlmfast import VLM, CaptionError, FastV, Limits, Sampling, describe
+from vlmfast.errors import ContextLengthError, ImageError, ImageLimitError, InputError, OptionError
 from vlmfast.testing import Shape
 
 _PICTURE = noise(61, 37)
@@ -215,7 +215,7 @@ def test_a_bad_picture_among_good_ones_is_named(idle_engine: Any, tmp_path: Any)
 
 def test_describe_takes_a_loaded_model_or_a_folder(vlm: Any) -> None:
     """Guards the one-line entrance: a VLM, a folder, and the same folder again without loading it anew."""
-    from vlmfast import vlm as module
+    from vlmfast import default as module
 
     expected = vlm.describe(_PICTURE, _QUESTION, sampling=_GREEDY).text
     assert describe(_PICTURE, _QUESTION, model=vlm, sampling=_GREEDY).text == expected
@@ -227,3 +227,36 @@ def test_describe_takes_a_loaded_model_or_a_folder(vlm: Any) -> None:
         assert module._default is first
     finally:
         module._default = None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"vision": FastV()}, r"vision must be options or None, got FastV\(.*write vision=Vision\("),
+        ({"vision": "auto"}, "vision must be"),
+        ({"vision": {}}, "vision must be"),
+        ({"sampling": "greedy"}, r"sampling must be .*write sampling=Sampling\("),
+        ({"sampling": {}}, "sampling must be"),
+        ({"speculation": "fast"}, "speculation must be"),
+    ],
+)
+def test_options_of_another_kind_are_named(vlm: Any, options: dict[str, Any], named: str) -> None:
+    """Guards a part given for the whole: a Python error from deep inside, rows of errors, or taken for none at all."""
+    with pytest.raises(OptionError, match=named):
+        vlm.describe(_PICTURE, _QUESTION, **options)
+    with pytest.raises(OptionError, match=named):
+        vlm.caption([_PICTURE], **options)
+    chat_options = {name: value for name, value in options.items() if name != "sampling"}
+    if chat_options:
+        with pytest.raises(OptionError, match=named):
+            vlm.chat(_PICTURE, **chat_options)
+    else:
+        with pytest.raises(OptionError, match=named):
+            vlm.chat(_PICTURE).ask(_QUESTION, **options)
+
+
+@pytest.mark.parametrize("options", [{"caching": {}}, {"batching": 3}, {"limits": "none"}])
+def test_options_of_another_kind_are_named_at_loading(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(OptionError, match=f"{name} must be options or None"):
+        VLM.from_pretrained(**options)

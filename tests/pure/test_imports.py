@@ -27,6 +27,7 @@ LAYERS = (
     {"cli"},
     {"verify"},
     {"server", "caption", "train", "testing"},
+    {"default"},
     {"vlm"},
     {"chat", "captions", "caches", "draft_model", "quantized"},
     {"engine", "chat_file"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -266,6 +268,10 @@ def test_a_finished_answer_is_known_to_the_next_request() -> None:
     for seq_id, salt in enumerate(("t", "u")):
         speculator.begin(seq_id, [4, 4, 7, 8], pictures=("dog",), salt=salt)
     assert [len(draft) for draft in speculator.propose([(0, [], 9), (1, [], 9)])] == [4, 0]
+    private = Speculation(drafter="suffix", memory_tokens=0, adaptive=False)
+    speculator.remember([5, 6, 3], [13, 14, 15], salt="t", options=private)
+    speculator.begin(2, [5, 6, 3], salt="t")
+    assert speculator.propose([(2, [], 9)]) == [NO_DRAFT], "a request can ask that its answer is not kept"
     forgetful = Speculator(Speculation(drafter="suffix", memory_tokens=0, adaptive=False))
     forgetful.remember([7, 8], [10])
     forgetful.begin(0, [7, 8])
@@ -310,3 +316,14 @@ def test_options_by_name() -> None:
     assert not Speculation.of("off").uses("lookup") and not Speculation.of("suffix").uses("lookup")
     with pytest.raises(OptionError, match=r"auto, off, lookup, suffix.*'on'"):
         Speculation.of("on")
+
+
+def test_a_request_asks_for_what_was_loaded() -> None:
+    """Guards options that a request can not have being ignored, and one folder in two spellings being two."""
+    loaded = Speculation(drafter="lookup", draft_model="small/draft", memory_tokens=5, adaptive=False)
+    assert loaded.request("suffix") == replace(loaded, drafter="suffix"), "a name changes the drafter alone"
+    assert loaded.request(replace(loaded, drafter="model", draft_model=Path("small/draft/"))).uses("model")
+    assert loaded.request(replace(loaded, memory_tokens=0)).memory_tokens == 0
+    for name, value in (("adaptive", True), ("memory_tokens", 6), ("draft_model", "other")):
+        with pytest.raises(OptionError, match=f"{name if name != 'draft_model' else 'loaded is small'}"):
+            loaded.request(replace(loaded, **{name: value}))

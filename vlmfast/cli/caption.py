@@ -25,7 +25,7 @@ from vlmfast.cli.options import (
     VisionDtypeOption,
     drafting_of,
 )
-from vlmfast.cli.output import write_error, write_note
+from vlmfast.cli.output import check_not_input, write_error, write_note
 from vlmfast.cli.vision import (
     FastVLayerOption,
     FastVOption,
@@ -35,7 +35,7 @@ from vlmfast.cli.vision import (
     TomeOption,
     vision_of,
 )
-from vlmfast.options import IMAGE_FORMATS, Caching, FastV, Sampling
+from vlmfast.options import IMAGE_FORMATS, Caching, Sampling
 from vlmfast.spec.options import DEFAULT_DRAFTER
 from vlmfast.types import Answer, CaptionError
 
@@ -66,7 +66,7 @@ def caption(
     reduce: ReduceOption = None,
     keep: KeepOption = None,
     fastv: FastVOption = None,
-    fastv_layer: FastVLayerOption = FastV().layer,
+    fastv_layer: FastVLayerOption = None,
     speculation: SpeculationOption = DEFAULT_DRAFTER,
     draft_model: DraftModelOption = None,
 ) -> None:
@@ -83,6 +83,8 @@ def caption(
     if not any(os.path.exists(path) for path in paths):  # said at once, not when the model is loaded
         write_error(f"{', '.join(map(str, paths))}: no such file; give folders, patterns, or files")
         raise typer.Exit(2)
+    if out is not None:
+        check_not_input(out, paths, "--out")
     vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     caching = Caching.off() if no_cache else None
     vlm = load_model(
@@ -97,6 +99,8 @@ def caption(
             file.write(json.dumps(_record(path, row)) + "\n")
             file.flush()
             bar.update(task, completed=done, errors=num_errors, rate=done / (time.monotonic() - started))
+    if out is not None:
+        write_note(f"{len(paths)} row{'s' * (len(paths) != 1)} in {out}")
     if num_errors:
         write_note(f"{num_errors} of {len(paths)} pictures could not be captioned; their rows say why")
         raise typer.Exit(1)

@@ -23,7 +23,7 @@ from vlmfast.cli.options import (
     drafting_of,
     sampling_option,
 )
-from vlmfast.cli.output import write, write_error, write_foreign, write_note
+from vlmfast.cli.output import is_same_file, write, write_error, write_foreign, write_note
 from vlmfast.cli.vision import (
     FastVLayerOption,
     FastVOption,
@@ -31,11 +31,12 @@ from vlmfast.cli.vision import (
     ReduceOption,
     ResolutionOption,
     TomeOption,
+    is_vision_given,
     vision_of,
 )
 from vlmfast.compose import names_of
 from vlmfast.errors import InputError, VLMFastError
-from vlmfast.options import Caching, FastV, Overflow, Sampling, Vision
+from vlmfast.options import Caching, Overflow, Sampling, Vision
 from vlmfast.spec.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ Ctrl-C stops an answer; its question is forgotten. A space before a slash makes 
 
 
 def chat(
+    context: typer.Context,
     images: Annotated[
         list[str] | None, typer.Argument(metavar="IMAGE", help="Picture files or URLs for the first question.")
     ] = None,
@@ -88,7 +90,7 @@ def chat(
     reduce: ReduceOption = None,
     keep: KeepOption = None,
     fastv: FastVOption = None,
-    fastv_layer: FastVLayerOption = FastV().layer,
+    fastv_layer: FastVLayerOption = None,
 ) -> None:
     """Talk about pictures.
 
@@ -120,7 +122,8 @@ def chat(
         seed=seed,
     )
     conversation = vlm.chat(list(loaded), system=system, overflow=overflow, vision=vision)
-    session = _Session(vlm=vlm, chat=conversation, sampling=sampling, stats=stats, vision=vision)
+    asked = vision if is_vision_given(context) else None
+    session = _Session(vlm=vlm, chat=conversation, sampling=sampling, stats=stats, vision=asked)
     num_failed = 0
     for line in _lines():
         try:
@@ -146,8 +149,8 @@ class _Session:
     chat: Chat
     sampling: Sampling
     stats: bool
-    vision: Vision
-    """What the options ask for. A chat that is loaded keeps its own where they ask for nothing."""
+    vision: Vision | None
+    """What the options ask for, None if nothing is said: a chat that is loaded then keeps its own."""
 
     def take(self, line: str) -> bool:
         """Carries out a line: a question or a command. False when it is the last.
@@ -174,7 +177,7 @@ class _Session:
             case "/undo":
                 write_note(f"taken back: {self.chat.undo().text}")
             case "/save":
-                self.chat.save(path)
+                self._save(path)
                 write_note(f"saved to {path}")
             case "/load":
                 self._load(path)
@@ -186,12 +189,17 @@ class _Session:
                 raise InputError(f"no command {command}; /help lists them, and a space before it makes it text")
         return True
 
+    def _save(self, path: str) -> None:
+        held = [image for message in self.chat.messages for image in message.images]
+        if any(is_same_file(path, image.name) for image in (*held, *self.chat.pending_images)):
+            raise InputError(f"{path} is one of the chat's pictures; give another file")
+        self.chat.save(path)
+
     def _load(self, path: str) -> None:
-        given = None if self.vision == Vision() else self.vision
-        self.chat = type(self.chat).load(path, self.vlm, vision=given)
+        self.chat = type(self.chat).load(path, self.vlm, vision=self.vision)
         write_note(f"{len(self.chat.messages)} messages; the last: {_last_text(self.chat)}")
         if self.chat.vision != Vision():
-            whose = "the file says" if given is None else "the options say"
+            whose = "the file says" if self.vision is None else "the options say"
             write_note(f"fewer visual tokens, as {whose}: {', '.join(names_of(self.chat.vision))}")
 
     def _ask(self, text: str) -> None:

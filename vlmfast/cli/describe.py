@@ -35,7 +35,7 @@ from vlmfast.cli.vision import (
     vision_of,
 )
 from vlmfast.errors import OptionError, VLMFastError
-from vlmfast.options import Caching, FastV, Limits, Sampling, Vision
+from vlmfast.options import Caching, Limits, Sampling, Vision
 from vlmfast.spec.options import DEFAULT_DRAFTER
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def describe(
     reduce: ReduceOption = None,
     keep: KeepOption = None,
     fastv: FastVOption = None,
-    fastv_layer: FastVLayerOption = FastV().layer,
+    fastv_layer: FastVLayerOption = None,
     show_tokens: ShowTokensOption = None,
     speculation: SpeculationOption = DEFAULT_DRAFTER,
     draft_model: DraftModelOption = None,
@@ -120,7 +120,7 @@ def describe(
     limits = Limits(max_image_pixels=max_image_pixels, allow_truncated=allow_truncated)
     vision = vision_of(resolution=resolution, tome=tome, reduce=reduce, keep=keep, fastv=fastv, fastv_layer=fastv_layer)
     questions = _questions(images, together)
-    check_show_tokens(show_tokens, len(questions))
+    check_show_tokens(show_tokens, images, len(questions))
     vlm: VLM | None = None
     num_failed = 0
     for index, question in enumerate(questions):

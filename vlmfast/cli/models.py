@@ -20,6 +20,6 @@ def models() -> None:
     except VLMFastError as error:
         write(f"  {error}\n")
     write(
-        "  Trained from scratch on generated scenes of stickers and coloured shapes; it can not read. It is for\n"
-        "  trying vlmfast out and for tests; it does not know photographs. Name a real checkpoint for those.\n"
+        "  Trained from scratch on generated scenes of stickers, shapes, signs and pages; it reads with many mistakes\n"
+        "  and does not know photographs. It is for trying things out; name a real checkpoint for those.\n"
     )

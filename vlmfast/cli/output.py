@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from vlmfast.errors import OptionError
+
 _UNPRINTABLE = {code: None for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
+
+
+def check_not_input(file: Path, inputs: Iterable[str | Path], option: str) -> None:
+    """Raises OptionError where a file that is to be written is one of those that are read."""
+    if any(is_same_file(file, source) for source in inputs):
+        raise OptionError(f"{option}: {file} is one of the pictures; give another file")
+
+
+def is_same_file(one: str | Path, other: str | Path) -> bool:
+    """Whether both are there and the same, by whatever names."""
+    try:
+        return Path(one).samefile(other)
+    except (OSError, ValueError):  # one of them is not there, or no path at all
+        return False
 
 
 def write(text: str) -> None:

@@ -34,7 +34,8 @@ def choose_plan(
     if not allowed:
         width, height = plans[0].canvas
         raise OptionError(
-            f"max_pixels is {max_pixels}; this model sees {image.name} at {width}x{height} pixels at least"
+            f"max_pixels is {max_pixels}; this model sees {image.name} at {width}x{height} pixels at least: "
+            f"give {width * height} or more"
         )
     if resolution == "low":
         return allowed[0]
@@ -44,7 +45,7 @@ def choose_plan(
         return _sufficient(image, allowed)
     affordable = [plan for plan in allowed if plan.num_tiles <= resolution]
     if not affordable:
-        raise OptionError(f"resolution is {resolution} tiles; this model needs {allowed[0].num_tiles} for {image.name}")
+        raise OptionError(f"resolution is {resolution} tiles; give {allowed[0].num_tiles} or more for {image.name}")
     return affordable[-1]
 
 

@@ -64,14 +64,18 @@ def merge_schedule(tome: ToMe | None, num_layers: int, num_patches: int, protect
         return ()
     values = tome.r if isinstance(tome.r, tuple) else (tome.r,) * num_layers
     if len(values) > num_layers:
-        raise OptionError(f"ToMe: r has {len(values)} values, the vision tower runs {num_layers} layers")
+        raise OptionError(
+            f"ToMe: r has {len(values)} values; give {num_layers} at most, one for each layer of the tower"
+        )
     schedule: list[int] = []
     left = num_patches
     for index, value in enumerate(values):
         room = (left - protected) // 2
         merged = int(value if value >= 1 else value * (left - protected))
         if index == 0 and merged > room:
-            raise OptionError(f"ToMe: r={value} of {left - protected} patches; a layer merges at most half, {room}")
+            raise OptionError(
+                f"ToMe: r={value} of {left - protected} patches; a layer merges half at most, so give up to {room}"
+            )
         schedule.append(min(merged, room))
         left -= schedule[-1]
     return tuple(schedule) if any(schedule) else ()

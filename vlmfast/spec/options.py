@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
+from pathlib import Path
 from typing import TypeAlias
 
 from vlmfast.checks import require, require_kind, settle
@@ -30,7 +31,7 @@ class Speculation:
     draft_model: str | os.PathLike[str] | None = None
     """A smaller checkpoint with the same tokenizer, a folder or a hub name, loaded beside the model. If it takes
     pictures it is given them; a text model goes by the text. Answers that are drawn keep their distribution, and with
-    a seed they stay the very same."""
+    a seed they stay the very same. Loaded with another drafter, it waits for requests that ask for "model"."""
     max_draft_tokens: int = 15
     """Most tokens drafted at once for one answer."""
     min_ngram: int = 2
@@ -38,9 +39,11 @@ class Speculation:
     max_ngram: int = 4
     """Most tokens that are compared in a lookup."""
     memory_tokens: int = 32_768
-    """Tokens of earlier answers that "suffix" keeps, about 0.7 kB each; 0 keeps none. Caching's salt separates them."""
+    """Tokens of earlier answers that "suffix" keeps, about 0.7 kB each; 0 keeps none. Caching's salt separates them.
+    The memory is the loaded model's; a request can ask for 0: its answer is not kept."""
     adaptive: bool = True
-    """Draft as much as has paid so far, down to nothing; False always drafts all it can."""
+    """Draft as much as has paid so far, down to nothing; False always drafts all it can. It holds for a loaded
+    model, not for one request."""
 
     def __post_init__(self) -> None:
         require(self.drafter in DRAFTERS, "speculation", self.drafter, f"one of {', '.join(DRAFTERS)}")
@@ -80,14 +83,22 @@ class Speculation:
         return self
 
     def request(self, value: Drafting) -> Speculation:
-        """What a request asks for of a model that was loaded with these options.
+        """What a request asks for of a model that was loaded with these options; a name alone changes the drafter only.
 
         Raises:
-            OptionError: it wants a draft model that was not loaded.
+            OptionError: it wants a draft model that was not loaded, or otherwise what is the same for all requests.
         """
-        options = Speculation.of(value)
+        options = value if isinstance(value, Speculation) else replace(self, drafter=value)
+        for name in ("adaptive", "memory_tokens"):
+            asked, mine = getattr(options, name), getattr(self, name)
+            if asked != mine and (name, asked) != ("memory_tokens", 0):
+                raise OptionError(
+                    f"speculation: {name} is {asked}, but the model was loaded with {mine}, which holds for all "
+                    f"requests; load it with Speculation({name}={asked}), or ask with {mine}"
+                )
         loaded = self.draft_model
-        if options.draft_model not in (None, loaded) or (options.drafter == "model" and loaded is None):
+        other = options.draft_model is not None and (loaded is None or Path(options.draft_model) != Path(loaded))
+        if other or (options.drafter == "model" and loaded is None):
             raise OptionError(
                 f"speculation: drafts by {options.draft_model or 'a model'}, but loaded is {loaded or 'none'}; "
                 'load the model with Speculation(drafter="model", draft_model=...)'

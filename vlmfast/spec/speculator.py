@@ -99,7 +99,8 @@ class Speculator:
         options: Speculation | None = None,
     ) -> None:
         """Keeps a finished answer (its end token included, where the model ended it) to draft later ones from."""
-        if self._options.memory_tokens and (options or self._options).uses("suffix"):
+        asked = options or self._options
+        if self._options.memory_tokens and asked.memory_tokens and asked.uses("suffix"):
             self._memory.add(salt, pictures, answer_row(prompt_ids, answer, self._barriers))
 
     @property
