@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from held_out import HeldOut, Marks, WorkFile, marks
 from paired import losses
@@ -50,12 +50,7 @@ def methods(config: ModelConfig, fastv_layers: Sequence[int], shares: Sequence[f
     """Every method at every share, those asked for most first; random controls beside them."""
     first, *further = fastv_layers
     found = [fastv(first, keep) for keep in shares]
-    found += [
-        Method(
-            name=f"fastv random@{first}", keep=keep, vision=Vision(fastv=FastV(layer=first, keep=keep, rank="random"))
-        )
-        for keep in shares
-    ]
+    found += [fastv(first, keep, rank="random") for keep in shares]
     tome = sorted({*shares, TOME_HEADLINE}, reverse=True)
     found += [Method(name="tome", keep=keep, vision=Vision(tome=tome_of(config, keep))) for keep in tome]
     names = sorted(REDUCERS, key=lambda name: ("scope", "random", "merge", "diversity", "pool", "saliency").index(name))
@@ -63,12 +58,19 @@ def methods(config: ModelConfig, fastv_layers: Sequence[int], shares: Sequence[f
         Method(name=name, keep=keep, vision=Vision(reduce=Reduce(name, keep=keep))) for name in names for keep in shares
     ]
     found.append(Method(name="diversity auto", keep=math.nan, vision=Vision(reduce=Reduce("diversity", keep="auto"))))
-    found += [fastv(layer, keep) for layer in further for keep in _FURTHER_SHARES if keep in shares]
+    found += [
+        fastv(layer, keep, rank=rank)
+        for layer in further
+        for rank in ("attention", "random")
+        for keep in _FURTHER_SHARES
+        if keep in shares
+    ]
     return [*found, _pyramid(config.text.num_layers)]
 
 
-def fastv(layer: int, keep: float) -> Method:
-    return Method(name=f"fastv@{layer}", keep=keep, vision=Vision(fastv=FastV(layer=layer, keep=keep)))
+def fastv(layer: int, keep: float, *, rank: Literal["attention", "random"] = "attention") -> Method:
+    name = f"fastv@{layer}" if rank == "attention" else f"fastv {rank}@{layer}"
+    return Method(name=name, keep=keep, vision=Vision(fastv=FastV(layer=layer, keep=keep, rank=rank)))
 
 
 def tome_of(config: ModelConfig, keep: float) -> ToMe:

@@ -69,7 +69,6 @@ def markdown(results: Mapping[str, Any]) -> str:
 def advice(quality: Mapping[str, Any], speed: Mapping[str, Any]) -> list[str]:
     """A sentence for each situation. A method is advised at its smallest share that loses at most a point off text."""
     rows: Sequence[Row] = quality["rows"]
-    layer = quality["fastv_layers"][0]
     fastv = [row for row in rows if row["method"].startswith("fastv@")]
     reducers = [row for row in rows if not row["method"].startswith(("fastv", "tome", "whole", "random"))]
     found = [
@@ -86,7 +85,8 @@ def advice(quality: Mapping[str, Any], speed: Mapping[str, Any]) -> list[str]:
         if names
         else f"**Text to be read**: none of these; every one loses more than {_ALLOWED:g} point of it. Ask whole."
     )
-    found += _controls(rows, layer)
+    found += _layers(rows, quality["fastv_layers"])
+    found += [line for layer in quality["fastv_layers"] for line in _controls(rows, layer)]
     for shape, title in _SHAPES.items():
         row = next((one for one in speed.get(shape, ()) if one["way"] == "fastv 0.5"), None)
         if row and "new_first_token_x" in row:
@@ -108,6 +108,17 @@ def _best(situation: str, rows: Sequence[Row], speed: str, part: str) -> str:
         f"**{situation}**: {_named(best)}; {_points(best['off_text'])} points lost off text, {_points(best['text'])} "
         f"on text, {best[speed]:.2f}x less arithmetic in the {part}" + ("." if text <= _ALLOWED else "; not for text.")
     )
+
+
+def _layers(rows: Sequence[Row], layers: Sequence[int]) -> list[str]:
+    """What FastV at half the tokens loses at each layer, and the first where it holds."""
+    halves = {layer: row for layer in layers if (row := _find(rows, f"fastv@{layer}", 0.5))}
+    if len(halves) < 2:
+        return []
+    lost = ", ".join(f"{_points(row['off_text'])} at layer {layer}" for layer, row in halves.items())
+    holds = next((layer for layer, row in halves.items() if _holds(row, "off_text")), None)
+    said = "it holds at none of these" if holds is None else f"the first of these where it holds is {holds}"
+    return [f"**FastV at 50 %** loses {lost} (points off text): {said}."]
 
 
 def _controls(rows: Sequence[Row], layer: int) -> list[str]:

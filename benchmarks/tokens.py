@@ -2,7 +2,7 @@
 
     python benchmarks/tokens.py [--quick] [--json] [--threads N]      speed, and the committed quality table
     python benchmarks/tokens.py --save           the same on all points, into assets/results/tokens.json
-    python benchmarks/tokens.py --full [--questions N] [--methods NAME,NAME] [--fastv-layers 2,4] [--estimate]
+    python benchmarks/tokens.py --full [--questions N] [--methods NAME,NAME] [--fastv-layers 2,4,6] [--estimate]
                                                  answers held-out questions in every way, into the same file
 
 Speed is ours against ours, bfloat16, batch 1 (see token_speed.py). `fastv50_prefill_x`: the decoder's pass over a
@@ -46,7 +46,7 @@ def main() -> None:
     own.add_argument("--estimate", action="store_true")
     own.add_argument("--questions", type=int, default=_FULL_QUESTIONS, metavar="N")
     own.add_argument("--methods", metavar="NAME,NAME")
-    own.add_argument("--fastv-layers", default="2,4", metavar="L,L")
+    own.add_argument("--fastv-layers", default="2,4,6", metavar="L,L")
     own.add_argument("--checkpoint", type=Path, metavar="FOLDER")
     own.add_argument("--work", type=Path, metavar="FOLDER", default=_ROOT / "runs" / "tokens")
     asked, others = own.parse_known_args()

@@ -175,6 +175,10 @@ def test_advice_follows_the_figures() -> None:
     assert "Several questions about a picture (a reduced prompt is reused, a FastV prompt is not)**: `scope`" in said
     assert "on and off text by `scope` at 50%" in said
     assert "at 25% clearly better than random (+6.0 points)" in said
+    later = _results(*(_row(f"fastv@{at}", 0.5, lost, 3.0, 1.5) for at, lost in ((2, 3.0), (4, 5.0), (6, 0.1))))
+    later["quality"]["fastv_layers"] = [2, 4, 6]
+    said = "".join(token_table.advice(later["quality"], {}))
+    assert "5.0 ± 0.5 at layer 4, 0.1 ± 0.5 at layer 6" in said and "where it holds is 6" in said
     assert "every one loses more" in "".join(token_table.advice(_results(_row("tome", 0.5, 2, 9, 2))["quality"], {}))
 
 

@@ -110,8 +110,8 @@ def counts_of(tokens: Tensor, runs: tuple[int, ...], reduce: Reduce) -> tuple[in
 def auto_counts(tokens: Tensor, runs: tuple[int, ...], floor: float) -> tuple[int, ...]:
     """As many tokens of each run as it takes until every other one is much like one of them, and at least `floor`.
 
-    Tokens are taken as by "diversity", the farthest first, until none is farther than a cosine distance of 0.015 from its
-    nearest: of a page much is taken, a plain wall is taken once.
+    Tokens are taken as by "diversity", the farthest first, until none is farther than a cosine distance of 0.015 from
+    its nearest: of a page much is taken, a plain wall is taken once.
     """
     picture = _Picture(tokens=tokens, saliency=tokens[:, 0], runs=runs, counts=runs, seed=0)
     chosen = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)

@@ -93,7 +93,7 @@ POCKET_RECIPE = Recipe(
 
 DRAFT_RECIPE = Recipe(
     size=shape.DRAFT_SIZE,
-    decoder=Schedule(num_steps=6_000, batch_size=32, learning_rate=1e-3, final_share=0.02),
+    decoder=Schedule(num_steps=2_000, batch_size=32, learning_rate=1.2e-3, final_share=0.02),
     crowded=Portion(count=0, share=0.0, global_share=1.0),
     scenes=Portion(count=8_000, share=0.8, global_share=1.0),
     pages=Portion(count=0, share=0.0, global_share=1.0),
