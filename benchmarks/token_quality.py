@@ -25,8 +25,8 @@ SHARES = (0.75, 0.5, 0.25, 0.1)
 """Of the visual tokens (with ToMe: of the tower's patches that reach its last layer)."""
 _FURTHER_SHARES = (0.5, 0.25)
 """Of FastV at further layers."""
-TOME_HEADLINE = 0.34
-"""The share that 56 merges in each of 12 layers leave of 1,024 patches."""
+TOME_SHARE, TOME_HEADLINE = 0.34, 0.25
+"""The shares that 56 and 64 merges in each of 12 layers leave of 1,024 patches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def methods(config: ModelConfig, fastv_layers: Sequence[int], shares: Sequence[f
     first, *further = fastv_layers
     found = [fastv(first, keep) for keep in shares]
     found += [fastv(first, keep, rank="random") for keep in shares]
-    tome = sorted({*shares, TOME_HEADLINE}, reverse=True)
+    tome = sorted({*shares, TOME_SHARE, TOME_HEADLINE}, reverse=True)
     found += [Method(name="tome", keep=keep, vision=Vision(tome=tome_of(config, keep))) for keep in tome]
     names = sorted(REDUCERS, key=lambda name: ("scope", "random", "merge", "diversity", "pool", "saliency").index(name))
     found += [

@@ -28,6 +28,8 @@ from vlmfast_kernels.ops.score import attention_row
 
 QUESTION = "What is in the picture?"
 FASTV_LAYER, TOME_R = 2, 56
+ENCODER_RS = (56, 64, 76)
+"""Merges in each of 12 layers that are timed on one tile of 1,024 patches; the middle one is the headline."""
 LLAVA = Shape(
     model_type="llava",
     image_size=336,

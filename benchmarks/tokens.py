@@ -8,7 +8,7 @@
 Speed is ours against ours, bfloat16, batch 1 (see token_speed.py). `fastv50_prefill_x`: the decoder's pass over a
 prompt with 576 visual tokens of a known picture (SmolVLM-256M's shape; five tiles with --quick), whole over FastV at
 layer 2 with half of them; `llava_fastv50_prefill_x`: the same on LLaVA's shape. `tome_encoder_x`: the tower on one tile
-of 1,024 patches, whole over ToMe merging 56 in each of 12 layers. `score_share`: FastV's ranking, of the prefill.
+of 1,024 patches, whole over ToMe merging 64 in each of 12 layers. `score_share`: FastV's ranking, of the prefill.
 `*_points_lost` (off text) are read from assets/results/tokens.json, and null where that was made with other weights.
 
 --full tells after one block how long it will take, and goes on where it was stopped: marks are kept below runs/.
@@ -169,20 +169,29 @@ def _tome(r: int) -> Any:
     return Vision(tome=ToMe(r=r))
 
 
-def _one_tile_encoder(vlm: VLM, rounds: int) -> dict[str, float]:
-    """The tower on one tile, whole and merging; a new picture each time."""
+def _one_tile_encoder(vlm: VLM, rounds: int) -> list[dict[str, float]]:
+    """The tower on one tile, whole and merging more and more; a new picture each time."""
     import token_speed
     from contenders import fresh_picture
 
-    ways = [token_speed.WHOLE, token_speed.Way(name="tome", vision=_tome(token_speed.TOME_R))]
+    merging = [token_speed.Way(name=str(r), vision=_tome(r)) for r in token_speed.ENCODER_RS]
+    ways = [token_speed.WHOLE, *merging]
 
     def encode_ms(way: token_speed.Way, turn: int) -> float:
-        picture = fresh_picture(2 * turn + (way.name == "tome"))
+        picture = fresh_picture(len(ways) * turn + ways.index(way))
         return token_speed.answer(vlm, picture, way.vision).timings.encode_ms
 
     found = token_speed.medians(encode_ms, ways, rounds)
-    ratio = found["whole"] / found["tome"]
-    return {"whole_ms": round(found["whole"], 2), "tome_ms": round(found["tome"], 2), "encoder_x": round(ratio, 3)}
+    whole = found["whole"]
+    return [
+        {
+            "r": int(way.name),
+            "whole_ms": round(whole, 2),
+            "tome_ms": round(found[way.name], 2),
+            "encoder_x": round(whole / found[way.name], 3),
+        }
+        for way in merging
+    ]
 
 
 def _headlines(speed: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +203,7 @@ def _headlines(speed: dict[str, Any]) -> dict[str, Any]:
         "fastv50_first_token_x": ratio("shape256m", "fastv 0.5", "new_first_token_x"),
         "llava_fastv50_prefill_x": ratio("llava", "fastv 0.5", "prefill_x"),
         "llava_fastv50_first_token_x": ratio("llava", "fastv 0.5", "new_first_token_x"),
-        "tome_encoder_x": speed["tome_encoder"]["encoder_x"],
+        "tome_encoder_x": speed["tome_encoder"][1]["encoder_x"],
         "score_share": speed["score"]["score_share"],
     }
 
@@ -211,7 +220,8 @@ def _report_speed(speed: dict[str, Any], options: Options) -> None:
             cells = [f"{row[name]:.0f} ({row[name[:-3] + '_x']:.2f}x)" if name in row else "" for name in _TIMED]
             table.add_row(row["way"], *cells, f"{row['prefill_gflop']:.0f}", f"{row['kv_bytes'] / 1e6:.1f}")
         console.print(table)
-    console.print(f"encoder, one tile, ToMe r=56: {speed['tome_encoder']['encoder_x']:.2f}x")
+    for one in speed["tome_encoder"]:
+        console.print(f"encoder, one tile, ToMe r={one['r']}: {one['encoder_x']:.2f}x")
     console.print(f"FastV's ranking: {speed['score']['score_share']:.2%} of the prefill")
 
 
