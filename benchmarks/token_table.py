@@ -64,7 +64,7 @@ def markdown(results: Mapping[str, Any]) -> str:
             "tokens, with the real widths of shared keys.",
             "The encoder does the same work in all ways but ToMe, and three rounds are few: those columns show how "
             "restless the machine is.",
-            "ToMe on one tile of 1,024 patches, 12 layers, the encoder: "
+            f"ToMe on one tile of 1,024 patches, 12 layers, the encoder, {speed['tome_encoder'][0]['rounds']} rounds: "
             + ", ".join(f"{one['encoder_x']:.2f}x with r={one['r']}" for one in speed["tome_encoder"])
             + f". FastV's ranking takes {speed['score']['score_share']:.2%} of the prefill.",
         ]

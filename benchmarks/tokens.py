@@ -152,7 +152,7 @@ def _speed(options: Options) -> dict[str, Any]:
     speed["shape256m"] = token_speed.table(vlm, ways, size, rounds=rounds, new_rounds=0 if options.quick else 3)
     speed["score"] = token_speed.score_share(vlm, fresh_picture(0, size), rounds=rounds)
     speed["tome_encoder"] = _one_tile_encoder(
-        token_speed.loaded(token_speed.tiled_checkpoint(options.cache, 512)), rounds
+        token_speed.loaded(token_speed.tiled_checkpoint(options.cache, 512)), 3 * rounds
     )
     if not options.quick:
         ways = [way for way in token_speed.ways(0) if "tome" not in way.name]
@@ -186,6 +186,7 @@ def _one_tile_encoder(vlm: VLM, rounds: int) -> list[dict[str, float]]:
     return [
         {
             "r": int(way.name),
+            "rounds": rounds,
             "whole_ms": round(whole, 2),
             "tome_ms": round(found[way.name], 2),
             "encoder_x": round(whole / found[way.name], 3),

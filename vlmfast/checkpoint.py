@@ -17,7 +17,7 @@ from vlmfast_models.families import FAMILIES, family
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of them is there, if there is a tokenizer."""
+"""Named where none loads; a checkpoint may have another file that transformers knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -232,11 +232,12 @@ def _preprocessor(folder: Path) -> dict[str, Any]:
 def _tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"{folder} has no tokenizer ({', '.join(_TOKENIZER_FILES)}); copy it from the checkpoint")
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exception for a broken file
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            names = ", ".join(_TOKENIZER_FILES)
+            raise ConfigError(f"{folder} has no tokenizer ({names}); copy it from the checkpoint") from error
         raise ConfigError(f"{folder}: the tokenizer can not be loaded: {error}") from error
 
 

@@ -307,6 +307,9 @@ REDUCERS = ("saliency", "diversity", "scope", "merge", "pool", "random")
 """Ways to make fewer visual tokens of a picture before the decoder sees them; see `vlmfast.prune.reducers`."""
 
 
+_FLOOR = 0.25
+
+
 @dataclass(frozen=True, slots=True)
 class Reduce:
     """Cuts a picture's visual tokens before the decoder sees them, the same ones whatever is asked. Lossy.
@@ -325,10 +328,10 @@ class Reduce:
     keep: Keep | Literal["auto"] = 0.25
     """What is kept of a picture: a share above 0 and up to 1 (all), a number of tokens from 2 on, at least one for each
     of its frames; or "auto": as many as it takes until each token left out is much like one that is kept."""
-    floor: float = 0.25
-    """The smallest share that keep="auto" keeps; of no effect with another `keep`."""
+    floor: float = _FLOOR
+    """The smallest share that keep="auto" keeps; refused with another `keep`, as it would be without effect."""
     seed: int = 0
-    """Of "random"; of no effect on the others."""
+    """Of "random"; refused with another method."""
 
     def __post_init__(self) -> None:
         require(self.method in REDUCERS, "method", self.method, f"one of {', '.join(REDUCERS)}")
@@ -341,6 +344,10 @@ class Reduce:
         require(0 < self.floor <= 1, "floor", self.floor, "above 0 and at most 1")
         require_kind(Integral, "seed", self.seed, "a whole number")
         require(0 <= self.seed < 2**63, "seed", self.seed, "between 0 and 2**63 - 1")
+        require(
+            self.floor == _FLOOR or isinstance(self.keep, str), "floor", self.floor, "left out unless keep is 'auto'"
+        )
+        require(self.seed == 0 or self.method == "random", "seed", self.seed, "left out unless the method is 'random'")
         settle(self, plain, "keep", "floor", "seed")
 
 

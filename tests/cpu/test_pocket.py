@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import vlmfast
-from vlmfast import Sampling
+from vlmfast import Reduce, Sampling, Vision
 from vlmfast.checkpoint import bundled_model
 from vlmfast.train.answers import is_right
 from vlmfast.train.asking import Asker
@@ -68,3 +68,13 @@ def test_the_pocket_says_what_transformers_says() -> None:
         tokens = theirs.generate(**inputs, max_new_tokens=48, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         answer = ours.describe(_SCENES / file, question, sampling=Sampling(max_new_tokens=48))
         assert list(answer.token_ids) == [token for token in tokens.tolist() if token not in eos]
+
+
+def test_auto_goes_to_the_floor_on_a_blank_picture(pocket: Any) -> None:
+    """Guards keep="auto" on the features it is made for: its limit once was that of other weights."""
+    auto = Vision(reduce=Reduce("diversity", keep="auto"))
+    blank, scene = (
+        pocket.describe(image, "What is in the picture?", vision=auto).usage
+        for image in (Image.new("RGB", (512, 512), "grey"), _SCENES / "dog.png")
+    )
+    assert blank.visual_tokens == 80 and 100 < scene.visual_tokens < 320

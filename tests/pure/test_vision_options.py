@@ -56,6 +56,8 @@ def test_keeps_out_of_range_are_named(keep: Any) -> None:
         (lambda: Reduce("pool", keep="auto"), "keep"),
         (lambda: Reduce("scope", floor=0.0), "floor"),
         (lambda: Reduce("scope", floor=1.1), "floor"),
+        (lambda: Reduce("scope", keep=0.5, floor=0.1), "floor must be left out"),
+        (lambda: Reduce("scope", seed=3), "seed must be left out"),
         (lambda: Reduce("random", seed=-1), "seed"),
         (lambda: Reduce("random", seed=0.5), "seed"),  # type: ignore[arg-type]
         (lambda: Vision(tome=8), "tome"),  # type: ignore[arg-type]
@@ -71,11 +73,11 @@ def test_other_values_out_of_range_are_named(make: Any, name: str) -> None:
 def test_numbers_of_other_libraries_become_pythons() -> None:
     """Guards torch, which takes no numpy seed, and keys, in which equal options must read the same."""
     fastv = FastV(layer=np.int64(2), keep=np.float64(0.5), then=((np.int32(3), Fraction(1, 4)),))  # type: ignore[arg-type]
-    reduce = Reduce("random", keep=np.float32(0.5), floor=np.float64(0.5), seed=np.int64(3))  # type: ignore[arg-type]
+    reduce = Reduce("random", keep=np.float32(0.5), floor=np.float64(0.25), seed=np.int64(3))  # type: ignore[arg-type]
     tome = ToMe(r=[np.int64(2), np.float64(0.1)])  # type: ignore[arg-type]
     vision = Vision(resolution=np.int64(3), max_pixels=np.int64(9))  # type: ignore[arg-type]
     assert repr(fastv) == repr(FastV(layer=2, keep=0.5, then=((3, 0.25),)))
-    assert repr(reduce) == repr(Reduce("random", keep=0.5, floor=0.5, seed=3))
+    assert repr(reduce) == repr(Reduce("random", keep=0.5, floor=0.25, seed=3))
     assert repr((tome, vision)) == repr((ToMe(r=(2, 0.1)), Vision(resolution=3, max_pixels=9)))
 
 
