@@ -25,8 +25,8 @@ DROPPED = -1
 _CONTEXT_SHARE = 10 / 64
 """Of what "saliency" keeps, the share that holds merged context (VisionZip: 54 dominant and 10 contextual of 64)."""
 _MUCH_ALIKE = 0.015
-"""Cosine distance below which "auto" takes a token to say what another one says already. docs/tokens.md has what it keeps
-on the bundled model; of towers that put things farther apart it keeps more."""
+"""Cosine distance below which "auto" takes a token to say what another one says already. docs/tokens.md has what
+it keeps on the bundled model; of towers that put things farther apart it keeps more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
