@@ -9,7 +9,10 @@ from glob import glob
 from setuptools import Extension, setup
 
 _CSRC = "kernels/vlmfast_kernels/csrc"
-_INSTRUCTIONS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512bf16", "fma")
+_INSTRUCTIONS = (
+    *("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni", "avx512bf16", "fma"),
+    *("amx-tile", "amx-bf16"),
+)
 
 setup(
     ext_modules=[

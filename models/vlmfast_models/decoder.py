@@ -12,6 +12,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from vlmfast_kernels.cpu.library import instructions
 from vlmfast_kernels.cpu.step import DecoderStep, PageRows, why_not_step
 from vlmfast_kernels.ops.activation import silu_mul
 from vlmfast_kernels.ops.quant import Quantization
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
         kind = self.quantization or str(weight.dtype).removeprefix("torch.")
         reason = why_not_step(weight.device, weight.dtype, self.config.head_dim)
         if not reason:
-            return f"decoder: compiled step, {kind} weights: chosen"
+            return f"decoder: compiled step on {instructions()}, {kind} weights: chosen"
         rounded = f", its weights rounded to {self.quantization} without gain" if self.quantization else ""
         return f"decoder: compiled step: {reason}\ndecoder: layer by layer{rounded}: chosen"
 

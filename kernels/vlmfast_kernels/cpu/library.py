@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlmfast_kernels.cpu.shared import open_library
 
-_ABI = 2
+_ABI = 3
 """`vlmfast_abi` of the library that these structures belong to."""
 OFF_SWITCH = "VLMFAST_COMPILED_STEP"
 """Environment variable: 0 runs on torch alone."""
@@ -90,6 +90,7 @@ def address(tensor: Tensor | None) -> int | None:
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "vlmfast_abi": (c_int, ()),
     "vlmfast_supported": (c_int, ()),
+    "vlmfast_tiles": (c_int, ()),
     "vlmfast_set_runtime": (None, (c_void_p, c_void_p)),
     "vlmfast_packed_bytes": (c_int64, (c_int64, c_int64, c_int32)),
     "vlmfast_quantize": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int)),
@@ -111,6 +112,11 @@ def library() -> ctypes.CDLL:
     loaded = _load()
     assert isinstance(loaded, ctypes.CDLL), loaded
     return loaded
+
+
+def instructions() -> str:
+    """What the loaded library computes with; `VLMFAST_TILES=0` is its word for no AMX."""
+    return "AMX tiles" if library().vlmfast_tiles() else "AVX-512"
 
 
 def why_not_compiled(device: torch.device, dtype: torch.dtype) -> str:

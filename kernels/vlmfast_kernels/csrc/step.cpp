@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "attention.h"
 #include "linear.h"
 #include "pack.h"
+#include "tile_attention.h"
 
 namespace vlmfast {
 namespace {
@@ -28,6 +28,10 @@ struct Decoder {
     const float *cos, *sin;  // [positions, dim / 2]
     const float* norm;
     Linear head;
+
+    int64_t repeat() const { return heads / groups; }
+    bool attends_by_tiles() const { return vlmfast::attends_by_tiles(dim, repeat()); }
+    int64_t block_rows() const { return attends_by_tiles() ? kQueries / repeat() : 1; }
 };
 
 // Rows of one call. A part is a sequence: consecutive rows that continue one page.
@@ -42,12 +46,29 @@ struct Batch {
     const int32_t* lengths;     // [parts, layers]: tokens that the page holds already
 };
 
+// Rows whose attention is computed together: consecutive ones of one part.
+struct Blocks {
+    int64_t count;
+    int32_t first[kTile + 1];  // and, behind the last, where it ends
+
+    void find(const Batch& batch, int64_t first_row, int64_t rows, int64_t most) {
+        count = 0;
+        for (int64_t row = 0; row < rows; row++) {
+            const bool joins = row && row - first[count - 1] < most &&
+                               batch.part[first_row + row] == batch.part[first_row + row - 1];
+            if (!joins) first[count++] = int32_t(row);
+        }
+        first[count] = int32_t(rows);
+    }
+};
+
 Runtime runtime{};
 
 struct Workspace {
     float* wide;   // [rows, wide_stride]: fused projections
     float* found;  // [rows, heads, slots, dim + 2]: attention, (values, max, sum) of a chunk
     bf16* query;   // [rows, heads, dim]
+    Blocks* blocks;
     void* inputs;  // Activations of the widest linear layer
     int64_t wide_stride, slots, bytes;
 
@@ -63,13 +84,15 @@ struct Workspace {
         wide = reinterpret_cast<float*>(take(rows * wide_stride * 4));
         found = reinterpret_cast<float*>(take(rows * d.heads * slots * (d.dim + 2) * 4));
         query = reinterpret_cast<bf16*>(take(rows * mixed * 2));
+        blocks = reinterpret_cast<Blocks*>(take(sizeof(Blocks)));
         inputs = take(Activations::bytes_for(rows, std::max({d.hidden, d.intermediate, mixed})));
     }
 };
 
 // Slots a row and head needs: few rows share out a long context, many have work enough without.
 int64_t num_slots(const Decoder& d, int64_t rows, int64_t longest, int num_threads) {
-    return rows * d.groups < 8 * num_threads ? round_up(longest, kChunk) / kChunk : 1;
+    const int64_t blocks = round_up(rows, d.block_rows()) / d.block_rows();
+    return blocks * d.groups < 8 * num_threads ? round_up(longest, kChunk) / kChunk : 1;
 }
 
 float inverse_rms(const float* x, int64_t width, float eps) {
@@ -163,34 +186,70 @@ struct LayerRun {
         }
     }
 
-    void attend_heads(int64_t row, int64_t group, int64_t chunk, int64_t slot) const {
-        const int64_t start = chunk * kChunk, count = std::min<int64_t>(kChunk, num_keys(row) - start);
-        const bf16* const keys = page(row, 0, group) + start * d.dim;
-        const bf16* const values = page(row, 1, group) + start * d.dim;
-        const int64_t repeat = d.heads / d.groups;
-        alignas(64) float more[kMaxDim];
-        for (int64_t head = group * repeat; head < (group + 1) * repeat; head++) {
-            const bf16* const query = work.query + (row * d.heads + head) * d.dim;
-            Partial target = partial(row, head, slot);
-            Partial found = target;
-            if (chunk != slot) found.values = more;
-            attend_chunk(query, keys, values, count, d.dim, 1.0f / std::sqrt(float(d.dim)), found);
-            if (chunk != slot) merge(target, found, d.dim);
-            else target = found;
-            keep(target);
+    // Whether the values that the first row does not see, and the last does, are numbers: a weight of 0 hides no other.
+    bool can_share(int64_t begin, int64_t end, int64_t group) const {
+        const bf16* const values = page(begin, 1, group) + num_keys(begin) * d.dim;
+        const __m512i exponent = _mm512_set1_epi16(0x7f80);
+        for (int64_t i = 0; i < (end - 1 - begin) * d.dim; i += kKeyStep) {  // whole steps, where there are tiles
+            const __m512i value = _mm512_and_si512(_mm512_loadu_si512(values + i), exponent);
+            if (_mm512_cmpeq_epi16_mask(value, exponent)) return false;
+        }
+        return true;
+    }
+
+    void attend_block(int64_t block, int64_t group, int64_t chunk, int64_t slot, Tiles& tiles) const {
+        const int64_t begin = work.blocks->first[block], end = work.blocks->first[block + 1];
+        if (can_share(begin, end, group)) return attend_rows(begin, end, group, chunk, slot, tiles);
+        for (int64_t row = begin; row < end; row++) {
+            if (chunk * kChunk < num_keys(row)) attend_rows(row, row + 1, group, chunk, slot, tiles);
+        }
+    }
+
+    // One chunk of keys for the heads of one group, into its slot; merged with what the slot holds of earlier chunks.
+    void attend_rows(int64_t begin, int64_t end, int64_t group, int64_t chunk, int64_t slot, Tiles& tiles) const {
+        const int64_t start = chunk * kChunk;
+        const bf16* const keys = page(begin, 0, group) + start * d.dim;
+        const bf16* const values = page(begin, 1, group) + start * d.dim;
+        alignas(64) float more[kQueries][kMaxDim];
+        Partial targets[kQueries];
+        TileAttention tile;
+        tile.num_queries = 0, tile.dim = d.dim, tile.scale = 1.0f / std::sqrt(float(d.dim));
+        auto finish = [&](int i) {
+            if (chunk != slot) merge(targets[i], tile.out[i], d.dim);
+            else targets[i] = tile.out[i];
+            keep(targets[i]);
+        };
+        for (int64_t row = begin; row < end; row++) {
+            const int64_t count = std::clamp<int64_t>(num_keys(row) - start, 0, kChunk);
+            for (int64_t head = group * d.repeat(); head < (group + 1) * d.repeat(); head++) {
+                const int i = d.attends_by_tiles() ? tile.num_queries++ : 0;
+                tile.query[i] = work.query + (row * d.heads + head) * d.dim;
+                tile.count[i] = count;
+                targets[i] = tile.out[i] = partial(row, head, slot);
+                if (chunk != slot) tile.out[i].values = more[i];
+                if (d.attends_by_tiles() || !count) continue;
+                attend_chunk(tile.query[i], keys, values, count, d.dim, tile.scale, tile.out[i]);
+                finish(i);
+            }
+        }
+        if (!tile.num_queries) return;
+        tile.run(keys, values, tiles);
+        for (int i = 0; i < tile.num_queries; i++) {
+            if (tile.count[i]) finish(i);
         }
     }
 
     void attend(Team& team) const {
-        const int64_t chunks = work.slots;  // one slot: a task goes through all chunks
-        team.run(rows * d.groups * chunks, [&](int64_t begin, int64_t end) {
-            for (int64_t task = begin; task < end; task++) {  // rows innermost: they may share a page
-                const int64_t row = task % rows, group = task / rows % d.groups, slot = task / rows / d.groups;
-                if (chunks > 1) {
-                    if (slot * kChunk < num_keys(row)) attend_heads(row, group, slot, slot);
+        const int64_t slots = work.slots, blocks = work.blocks->count;  // one slot: a task goes through all chunks
+        team.run(blocks * d.groups * slots, [&](int64_t begin, int64_t end) {
+            for (int64_t task = begin; task < end; task++) {  // blocks innermost: they may share a page
+                const int64_t block = task % blocks, group = task / blocks % d.groups, slot = task / blocks / d.groups;
+                const int64_t most = num_keys(work.blocks->first[block + 1] - 1);
+                if (slots > 1) {
+                    if (slot * kChunk < most) attend_block(block, group, slot, slot, team.tiles);
                     continue;
                 }
-                for (int64_t chunk = 0; chunk * kChunk < num_keys(row); chunk++) attend_heads(row, group, chunk, 0);
+                for (int64_t chunk = 0; chunk * kChunk < most; chunk++) attend_block(block, group, chunk, 0, team.tiles);
             }
         });
     }
@@ -252,7 +311,7 @@ using namespace vlmfast;
 extern "C" {
 
 // Changes whenever a structure or function below does.
-int vlmfast_abi() { return 2; }
+int vlmfast_abi() { return 3; }
 
 // Whether this processor and its system have what the products need.
 __attribute__((target("arch=x86-64"))) int vlmfast_supported() {
@@ -260,6 +319,9 @@ __attribute__((target("arch=x86-64"))) int vlmfast_supported() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
+
+// Whether bf16 products and attention go by AMX tiles; their rounding differs from that of vectors.
+int vlmfast_tiles() { return have_tiles(); }
 
 void vlmfast_set_runtime(void* parallel, void* num_threads) {
     runtime.parallel = reinterpret_cast<decltype(runtime.parallel)>(parallel);
@@ -335,6 +397,7 @@ void vlmfast_layers(const Decoder* decoder, const Batch* batch, int64_t first, i
             const int64_t rows = std::min(kTile, batch->rows - row);
             const int64_t slots = num_slots(*decoder, rows, longest, num_threads);
             const Workspace work(*decoder, rows, slots, static_cast<char*>(memory));
+            team.run(1, [&](int64_t, int64_t) { work.blocks->find(*batch, row, rows, decoder->block_rows()); });
             for (int64_t index = first; index < last; index++) {
                 LayerRun{*decoder, *batch, work, row, rows, index}.run(team);
             }

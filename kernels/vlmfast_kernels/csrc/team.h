@@ -7,7 +7,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "simd.h"
+#include "tiles.h"
 
 namespace vlmfast {
 
@@ -28,7 +28,15 @@ class Team {
         std::atomic<uint32_t> done{0};  // pieces of this stage
     };
 
-    Team(Shared& shared, int size) : shared_(shared), size_(size) {}
+    // Tile instructions take denormal numbers for 0; all else in a call must, too, to give the same numbers.
+    Team(Shared& shared, int size) : shared_(shared), size_(size), control_(_mm_getcsr()) {
+        constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
+        _mm_setcsr(control_ | kFlushToZero | kDenormalsAreZero);
+    }
+    ~Team() { _mm_setcsr(control_); }
+    Team(const Team&) = delete;
+
+    Tiles tiles;  // this thread's
 
     // Runs work(begin, end) over 0 .. count - 1 in pieces that the threads take in turn; returns when all is done.
     template <class Work>
@@ -64,6 +72,7 @@ class Team {
 
     Shared& shared_;
     const int size_;
+    const unsigned control_;
     uint64_t stage_ = 0;
 };
 
