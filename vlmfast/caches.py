@@ -64,6 +64,10 @@ class ModelCaches:
             salt=self._caching.salt,
         )
 
+    def tower_digest(self, checkpoint: Checkpoint, model: Any) -> str:
+        """Names the vision tower's weights."""
+        return self._weights_digest(checkpoint, model, lambda ours: ours.startswith("vision."))
+
     def _weights_digest(self, checkpoint: Checkpoint, model: Any, wanted: Callable[[str], bool]) -> str:
         """Digest of the checkpoint's tensors that our `wanted` parameters are made of; the store remembers it."""
         sources = model.tensor_sources()

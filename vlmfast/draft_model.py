@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vlmfast.cache.features import FeatureCache
+from vlmfast.caches import ModelCaches
 from vlmfast.checkpoint import Checkpoint, is_text_checkpoint, read_checkpoint, read_text_checkpoint, resolve_folder
 from vlmfast.errors import ConfigError, ModelNotFoundError
 from vlmfast.kv import text_within_memory
@@ -18,6 +18,7 @@ from vlmfast.spec.model import Look, ModelDrafter
 from vlmfast.types import ImageInput
 from vlmfast.vision import VisionEncoder
 from vlmfast_models.families import family
+from vlmfast_models.geometry import TilePlan
 from vlmfast_models.layers import prepare_for_inference
 from vlmfast_models.text import TextModel
 from vlmfast_models.weights import allocate, load_checkpoint
@@ -31,14 +32,16 @@ def load_draft_model(
     dtype: torch.dtype,
     quantization: str | None,
     max_tiles: int,
-    features: FeatureCache | None,
-    fingerprint_of: Callable[[Checkpoint, Any], str],
+    caches: ModelCaches,
+    target_model: Any,
+    target_vision: VisionEncoder,
 ) -> ModelDrafter:
     """The drafter of a checkpoint, in the target's number format.
 
+    A checkpoint with the target's own vision tower shares it: a picture goes through it once.
+
     Args:
-        features: the target's cache; pictures have keys of their own in it.
-        fingerprint_of: names what features depend on, of a checkpoint and its networks.
+        caches: the target's; pictures have keys of their own in them.
 
     Raises:
         ModelError: the checkpoint can not be used.
@@ -71,6 +74,9 @@ def load_draft_model(
     model: Any = allocate(network, device=device, dtype=dtype)
     load_checkpoint(model, folder)
     model.decoder.quantization = quantization
+    shares_tower = checkpoint is not None and _same_tower(target, target_model, checkpoint, model, caches)
+    if shares_tower:
+        model.vision = target_model.vision
     prepare_for_inference(model)
     look = None
     if checkpoint is not None:
@@ -80,9 +86,11 @@ def load_draft_model(
             device=device,
             dtype=dtype,
             max_tiles=max_tiles,
-            fingerprint=fingerprint_of(checkpoint, model) if features is not None else "",
-            cache=features,
+            fingerprint=caches.fingerprint_of(checkpoint, model) if caches.features is not None else "",
+            cache=caches.features,
         )
+        if shares_tower:
+            vision.share_tower(target_vision)
         look = _look(model, checkpoint, vision)
     return ModelDrafter(
         model.decoder,
@@ -93,6 +101,13 @@ def load_draft_model(
         ends=target.eos_token_ids,
         look=look,
     )
+
+
+def _same_tower(target: Checkpoint, target_model: Any, checkpoint: Checkpoint, model: Any, caches: ModelCaches) -> bool:
+    """Whether both make the same of one plan's frames, up to the connector."""
+    if target.config.vision != checkpoint.config.vision or not target.preprocess.same_pixels(checkpoint.preprocess):
+        return False
+    return caches.tower_digest(target, target_model) == caches.tower_digest(checkpoint, model)
 
 
 def check_tokenizers(target: Any, draft: Any, where: str) -> None:
@@ -109,13 +124,16 @@ def check_tokenizers(target: Any, draft: Any, where: str) -> None:
 
 
 def _look(model: Any, checkpoint: Checkpoint, vision: VisionEncoder) -> Look:
-    tokenizer, image_token_id = checkpoint.tokenizer, checkpoint.config.image_token_id
+    image_token_id = checkpoint.config.image_token_id
+    encode = lru_cache(maxsize=256)(partial(checkpoint.tokenizer.encode, add_special_tokens=False))
 
-    def look(image: ImageInput, num_images: int) -> tuple[list[int], list[int], Tensor]:
+    def look(image: ImageInput, num_images: int, target: TilePlan) -> tuple[list[int], list[int], Tensor]:
         plan = vision.plan(image, num_images=num_images)
-        ids = list(tokenizer.encode(model.placeholder(plan), add_special_tokens=False))
+        ids = list(encode(model.placeholder(plan)))
         places = [at for at, token in enumerate(ids) if token == image_token_id]
-        tokens = vision.features(image, plan).features.tokens
+        tokens = vision.global_frame(image, plan, target)
+        if tokens is None:
+            tokens = vision.features(image, plan).features.tokens
         assert len(places) == len(tokens), "placeholders and features disagree"
         return ids, places, tokens
 

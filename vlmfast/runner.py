@@ -252,6 +252,7 @@ class Runner:
                     prompt_ids=ids,
                     images=sequence.request.images,
                     places=tuple((span.start, span.end) for span in prompt.spans),
+                    plans=tuple(span.plan for span in prompt.spans),
                     sampling=sequence.request.sampling,
                     max_tokens=sequence.max_tokens,
                 ),

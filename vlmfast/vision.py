@@ -16,6 +16,7 @@ from vlmfast.image.resolution import choose_plan
 from vlmfast.options import Vision
 from vlmfast.prune.counts import merge_schedule, reduce_id, run_counts
 from vlmfast.prune.reducers import Reduction, auto_counts, reduce_tokens
+from vlmfast.tower import TowerMemory
 from vlmfast.types import FeatureSource, ImageInput
 from vlmfast_models.batch import VisionFeatures
 from vlmfast_models.config import PreprocessConfig
@@ -65,6 +66,12 @@ class VisionEncoder:
         self._levels: tuple[PreprocessConfig, ...] = model.levels(config)
         self._auto_plans: dict[tuple[str, int | None, tuple[TilePlan, ...]], TilePlan] = {}
         self._auto_counts: dict[tuple[ImageKey, float], tuple[int, ...]] = {}
+        self._tower: TowerMemory | None = None
+
+    def share_tower(self, other: VisionEncoder) -> None:
+        """From now on what the tower makes of a picture serves both; it must be one tower, given the same pixels."""
+        assert self._model.vision is other._model.vision and self._config.same_pixels(other._config)
+        self._tower = other._tower = self._tower or TowerMemory()
 
     def check(self, vision: Vision) -> None:
         """Raises OptionError where the tower can not merge as asked."""
@@ -124,6 +131,20 @@ class VisionEncoder:
                 results.append(found[key])
         return results
 
+    @torch.inference_mode()
+    def global_frame(self, image: ImageInput, plan: TilePlan, shared: TilePlan) -> torch.Tensor | None:
+        """The visual tokens [N, E] of a plan of one frame, from the global frame of a plan that the tower ran lately.
+
+        None where it has not, or where the plan has more frames. They are nearly the plan's own: that frame was made
+        from a picture of another size. Good enough to draft with; never cached.
+        """
+        ran = None if self._tower is None or plan.rows else self._tower.get((image.digest, shared, ()), scored=False)
+        if ran is None or plan == shared:
+            return None
+        outputs: torch.Tensor = ran[-1][0][-1:]
+        tokens: torch.Tensor = self._model.pack(self._model.connector(outputs), plan)
+        return tokens
+
     def counts(self, image: ImageInput, plan: TilePlan, vision: Vision) -> tuple[int, ...] | None:
         """Tokens that `vision.reduce` leaves of each of `plan.runs`; None where it leaves all, always.
 
@@ -168,17 +189,19 @@ class VisionEncoder:
         self, image: ImageInput, plan: TilePlan, *, scored: bool = False, merges: tuple[int, ...] = ()
     ) -> VisionFeatures:
         """The visual tokens [N, E] of a picture, `scored` with their saliency. Tiles go in bounded groups."""
-        pixels = preprocess(image, plan, self._config).pixels.to(self._device, self._dtype)
-        groups = pixels.split(self._max_tiles)
-        if not scored:
-            tiles = torch.cat([self._model.encode(group, merges) for group in groups])  # [P, N / P, E]
-            return VisionFeatures(tokens=self._model.pack(tiles, plan), plan=plan)
-        encoded = [self._model.encode_scored(group, merges) for group in groups]
-        tiles = torch.cat([tokens for tokens, _ in encoded])
-        scores = torch.cat([received for _, received in encoded])  # [P, N / P]
-        return VisionFeatures(
-            tokens=self._model.pack(tiles, plan), plan=plan, saliency=self._model.pack_scores(scores, plan)
-        )
+        model, key = self._model, (image.digest, plan, merges)
+        ran = None if self._tower is None else self._tower.get(key, scored=scored)
+        if ran is None:
+            pixels = preprocess(image, plan, self._config).pixels.to(self._device, self._dtype)
+            ran = [model.vision.run(group, scored=scored, merges=merges) for group in pixels.split(self._max_tiles)]
+            if self._tower is not None:
+                self._tower.put(key, ran)
+        tiles = torch.cat([model.connector(outputs) for outputs, _ in ran])  # [P, N / P, E]
+        saliency = None
+        if scored:
+            scores = [model.tile_scores(received) for _, received in ran if received is not None]
+            saliency = model.pack_scores(torch.cat(scores), plan)
+        return VisionFeatures(tokens=model.pack(tiles, plan), plan=plan, saliency=saliency)
 
 
 def _on_device(features: VisionFeatures, device: torch.device) -> VisionFeatures:

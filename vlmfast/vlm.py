@@ -75,6 +75,15 @@ class VLM:
         caches = ModelCaches(checkpoint, model, caching, batching, device=device, dtype=dtype)
         self.counters = caches.counters
         self._pictures = caches.pictures
+        self._vision = VisionEncoder(
+            model,
+            checkpoint.preprocess,
+            device=device,
+            dtype=dtype,
+            max_tiles=batching.max_encode_tiles,
+            fingerprint=caches.fingerprint,
+            cache=caches.features,
+        )
         draft_model = None
         if speculation.draft_model is not None:
             draft_model = load_draft_model(
@@ -84,23 +93,15 @@ class VLM:
                 dtype=dtype,
                 quantization=model.decoder.quantization,
                 max_tiles=batching.max_encode_tiles,
-                features=caches.features,
-                fingerprint_of=caches.fingerprint_of,
+                caches=caches,
+                target_model=model,
+                target_vision=self._vision,
             )
         self._speculator = Speculator(
             speculation,
             barriers=frozenset({checkpoint.config.image_token_id}),
             ends=checkpoint.eos_token_ids,
             model=draft_model,
-        )
-        self._vision = VisionEncoder(
-            model,
-            checkpoint.preprocess,
-            device=device,
-            dtype=dtype,
-            max_tiles=batching.max_encode_tiles,
-            fingerprint=caches.fingerprint,
-            cache=caches.features,
         )
         self._prompts = PromptBuilder(
             checkpoint.tokenizer, checkpoint.chat_template, model.image_token, model.placeholder

@@ -309,6 +309,17 @@ class PreprocessConfig:
     pinpoints: tuple[tuple[int, int], ...] = ()
     """LLaVA-NeXT: the canvases (width, height) that a picture may be fitted to, whole tiles."""
 
+    def same_pixels(self, other: PreprocessConfig) -> bool:
+        """Whether both make the same numbers of a picture's frames where these are cut alike."""
+        alike = replace(
+            other,
+            longest_edge=self.longest_edge,
+            split=self.split,
+            shortest_edge=self.shortest_edge,
+            pinpoints=self.pinpoints,
+        )
+        return alike == self
+
     @property
     def mean_colour(self) -> tuple[int, ...]:
         """The colour around pictures that are made square."""

@@ -7,13 +7,13 @@ known to the `Attention` that the caller passes in. The decoder owns no cache an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from vlmfast_kernels.cpu.library import instructions
-from vlmfast_kernels.cpu.step import DecoderStep, PageRows, why_not_step
+from vlmfast_kernels.cpu.step import DecoderStep, Page, PageRows, why_not_step
 from vlmfast_kernels.ops.activation import silu_mul
 from vlmfast_kernels.ops.quant import Quantization
 from vlmfast_kernels.ops.rope import (
@@ -38,7 +38,6 @@ class Attention(Protocol):
         ...
 
 
-@runtime_checkable
 class PagedAttention(Attention, Protocol):
     """Attention that is plainly causal over pages; the compiled step then computes it itself."""
 
@@ -189,9 +188,10 @@ class Decoder(nn.Module):
         the same numbers as one call. The compiled step returns float32.
         """
         if self._step is not None:
-            if isinstance(attention, PagedAttention):
+            pages = getattr(attention, "causal_pages", None)  # isinstance of a protocol takes longer than a small layer
+            if pages is not None:
                 last = len(self.layers) if last_layer is None else last_layer
-                return self._step.run(hidden, positions, attention.causal_pages, first_layer, last)
+                return self._step.run(hidden, positions, pages, first_layer, last)
             hidden = hidden.to(self.norm.weight.dtype)  # an earlier segment may have come from the step
         cos_table, sin_table = self._rope_tables(hidden.device, hidden.dtype)
         cos, sin = cos_table[positions][:, None], sin_table[positions][:, None]  # [T, 1, D]
@@ -213,6 +213,18 @@ class Decoder(nn.Module):
         if self._step is not None:
             return self._step.logits(hidden)
         return self.head(self.norm(hidden))
+
+    def go_on(
+        self, tokens: Tensor, positions: Tensor, pages: Sequence[Page], steps: int, num_choices: int
+    ) -> Tensor | None:
+        """The likeliest tokens that follow, each after the one before, in one call: int64 [steps, B].
+
+        The same as `run` over tokens int64 [B] at positions int64 [B], one for each page, the first maximum of
+        `logits`[:, :num_choices], `run` over that and so on. None, and nothing has happened, without a compiled step.
+        """
+        if self._step is None:
+            return None
+        return self._step.go_on(tokens, positions, pages, self.embed_tokens.weight.detach(), steps, num_choices)
 
     def _rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Rotary tables in the run's dtype, made on first use (they are functions of the configuration alone)."""

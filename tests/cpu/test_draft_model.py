@@ -267,7 +267,7 @@ def test_rejected_tokens_leave_nothing(
 ) -> None:
     """Guards the roll-back: drafts are those of a model that reads the answer anew; not where nothing is undone."""
     drafter = load_vlm(speculation=_drafting(text_model))._speculator._model
-    asked = Asked(prompt_ids=(5, 9, 60, 61), images=(), places=(), sampling=Sampling(), max_tokens=60)
+    asked = Asked(prompt_ids=(5, 9, 60, 61), images=(), places=(), plans=(), sampling=Sampling(), max_tokens=60)
     drafter.begin(0, asked)
     generator = torch.Generator().manual_seed(8)
     answer: list[int] = [7]
@@ -350,7 +350,7 @@ def _chi_square(change: Callable[[DraftTree], DraftTree] = lambda tree: tree, nu
     drafter, sampler = _tiny_drafter(), _QuickSampler(replace(_CUT, seed=1), _ids(2), 4)
     answers = [[0] for _ in range(num_answers)]  # the first token is given
     for number in range(num_answers):
-        drafter.begin(number, Asked(prompt_ids=(2,), images=(), places=(), sampling=_CUT, max_tokens=9))
+        drafter.begin(number, Asked(prompt_ids=(2,), images=(), places=(), plans=(), sampling=_CUT, max_tokens=9))
     while open_ones := [number for number, answer in enumerate(answers) if len(answer) < 4]:
         trees = drafter.propose([(number, answers[number], 2) for number in open_ones])
         for number, tree in zip(open_ones, map(change, trees), strict=True):

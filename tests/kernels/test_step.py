@@ -301,6 +301,42 @@ def test_a_broken_row_breaks_no_other(kind: Quantization | None) -> None:
     assert logits[3].isfinite().all() and not logits[4:].isfinite().any()
 
 
+@needs_step
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("name", ["plain", "odd sizes, biases, head norms", "one kv head, 80 dimensions"])
+def test_going_on_in_one_call_is_going_on_step_by_step(name: str, kind: Quantization | None) -> None:
+    """Guards drafting: tokens, keys and values are those of single steps; sequences of different lengths together."""
+    config = _CONFIGS[name]
+    decoder, num_choices = _decoder(config, torch.bfloat16, kind), config.vocab_size - 9
+    pasts, steps = (3, 300, 0), 6
+    tokens = torch.tensor([5, 9, 11])
+    pages: dict[str, list[SequenceKV]] = {"one call": [], "steps": []}
+    for found in pages.values():
+        for number, past in enumerate(pasts):
+            found.append(_page(config))
+            if past:
+                _run(decoder, _rows(config, past, seed=number), found[-1])
+    with torch.inference_mode():
+        chosen = decoder.go_on(tokens, torch.tensor(pasts), pages["one call"], steps, num_choices)
+        assert chosen is not None and chosen.shape == (steps, 3)
+        for step, expected in enumerate(chosen):
+            parts = [(index, index + 1, page) for index, page in enumerate(pages["steps"])]
+            positions = torch.tensor(pasts) + step
+            hidden = decoder.run(decoder.embed(tokens), positions, _attention(parts))
+            tokens = decoder.logits(hidden)[:, :num_choices].argmax(-1)
+            assert torch.equal(tokens, expected)
+    for one, other, past in zip(*pages.values(), pasts, strict=True):
+        assert one.lengths == other.lengths == [past + steps] * config.num_layers
+        assert torch.equal(one.storage[:, :, :, : past + steps], other.storage[:, :, :, : past + steps])
+    assert len(set(chosen.flatten().tolist())) > 3, "nothing to tell apart"
+
+
+def test_going_on_needs_the_step() -> None:
+    """Guards callers: they are told, and nothing has happened."""
+    decoder, page = _decoder(_PLAIN, torch.float32), _page(_PLAIN, torch.float32)
+    assert decoder.go_on(torch.tensor([1]), torch.tensor([0]), [page], 3, 100) is None and page.lengths == [0, 0, 0]
+
+
 @pytest.fixture
 def without_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a machine without the compiled library."""

@@ -17,7 +17,6 @@ class _Model:
     """Reads prompts in 7 ms and drafts one token, until it is broken."""
 
     origin = "model"
-    pass_ms = 1.0
     is_broken = False
 
     def __init__(self) -> None:
@@ -28,6 +27,9 @@ class _Model:
 
     def end(self, seq_id: int) -> None:
         self.known.remove(seq_id)
+
+    def chain_ms(self, length: int) -> float:
+        return float(length)
 
     def reading_ms(self, seq_id: int) -> float:
         return 7.0
@@ -43,7 +45,7 @@ def test_what_was_advanced_is_repaid_once(fails: bool) -> None:
     """Guards a debt that nobody can earn back any more: after a failure, as after an end, none is left; not twice."""
     model = _Model()
     speculator = Speculator(Speculation(drafter="off", adaptive=False), model=model)
-    asked = Asked(prompt_ids=(1, 2), images=(), places=(), sampling=Sampling(), max_tokens=20)
+    asked = Asked(prompt_ids=(1, 2), images=(), places=(), plans=(), sampling=Sampling(), max_tokens=20)
     for seq_id in (0, 1):
         speculator.begin(seq_id, (1, 2), options=Speculation(drafter="model", draft_model="x"), asked=asked)
     wanted = [(0, [5], 4), (1, [5], 4)]

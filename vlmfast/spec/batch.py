@@ -9,6 +9,7 @@ from typing import Protocol
 from vlmfast.options import Sampling
 from vlmfast.spec.tree import DraftTree
 from vlmfast.types import ImageInput
+from vlmfast_models.geometry import TilePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,6 +20,8 @@ class Asked:
     images: tuple[ImageInput, ...]
     places: tuple[tuple[int, int], ...]
     """For each picture the tokens start .. end - 1 of the prompt that stand for it."""
+    plans: tuple[TilePlan, ...]
+    """For each picture the target's frames."""
     sampling: Sampling
     max_tokens: int
     """Prompt and answer together will not grow beyond this."""
@@ -30,9 +33,8 @@ class BatchDrafter(Protocol):
     origin: str
     """Of all its drafts."""
 
-    @property
-    def pass_ms(self) -> float:
-        """Typical time of a token more for all sequences; 0 until it is known."""
+    def chain_ms(self, length: int) -> float:
+        """Typical time of so many tokens for all sequences of a step; 0 until it is known."""
         ...
 
     def begin(self, seq_id: int, asked: Asked) -> None:

@@ -11,7 +11,7 @@ rest in a row is twice as long for the same loss, so that a text that can not be
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vlmfast.spec.costs import StepCosts, typical
@@ -145,8 +145,8 @@ class Gate:
             found.append(min(reached[-1], found[-1]) if found else reached[-1])
         return found
 
-    def chain_length(self, origin: str, num_sequences: int, most: int, pass_ms: float) -> int:
-        """How many tokens are worth drafting for each sequence of a step, where each costs a pass of `pass_ms` itself.
+    def chain_length(self, origin: str, num_sequences: int, most: int, chain_ms: Callable[[int], float]) -> int:
+        """How many tokens are worth drafting for each sequence of a step, where so many cost `chain_ms` themselves.
 
         0 for nothing; what a network would draft can not be cut afterwards without having paid for it.
         """
@@ -155,13 +155,13 @@ class Gate:
         if self._rest or not self._costs.known or most < 1 or self._due_plain():
             return 0
         most = min(most, max(self._most_nodes(num_sequences) // num_sequences, 1))
-        if pass_ms == 0:
+        if chain_ms(1) == 0:
             return min(_EXPLORE_NODES, most)
         tokens = float(num_sequences)
         best, best_rate = 0, _MARGIN * num_sequences / self._costs(num_sequences)
         for length, gain in enumerate(self.gains(DraftTree.chain([0] * most, origin=origin)), 1):
             tokens += gain * num_sequences
-            rate = tokens / (self._costs(num_sequences * (1 + length)) + length * pass_ms)
+            rate = tokens / (self._costs(num_sequences * (1 + length)) + chain_ms(length))
             if rate > best_rate:
                 best, best_rate = length, rate
         if best == 0:

@@ -24,14 +24,16 @@ from vlmfast.spec.costs import typical
 from vlmfast.spec.tree import NO_DRAFT, DraftTree
 from vlmfast.types import ImageInput
 from vlmfast_models.config import TextConfig
+from vlmfast_models.geometry import TilePlan
 
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 12
-"""Times of passes that `pass_ms` is the lower quartile of."""
+"""Times that `chain_ms` takes the lower quartiles of."""
 
-Look: TypeAlias = Callable[[ImageInput, int], tuple[list[int], list[int], Tensor]]
-"""(picture, pictures in all) -> its token ids, the places among them of visual tokens, and these, [N, E]."""
+Look: TypeAlias = Callable[[ImageInput, int, TilePlan], tuple[list[int], list[int], Tensor]]
+"""(picture, pictures in all, the target's plan) -> its token ids, the places of visual tokens among them, and these,
+[N, E]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,14 +84,15 @@ class ModelDrafter:
         self._ends = ends
         self._look = look
         self._states: dict[int, _State] = {}
-        self._samples: deque[float] = deque(maxlen=_SAMPLES)
+        self._first_samples: deque[float] = deque(maxlen=_SAMPLES)
+        self._further_samples: deque[float] = deque(maxlen=_SAMPLES)
         self._generator = torch.Generator()
         self._generator.seed()
 
-    @property
-    def pass_ms(self) -> float:
-        """Typical time of a pass over one token of each sequence; 0 before the first."""
-        return typical(self._samples) if self._samples else 0.0
+    def chain_ms(self, length: int) -> float:
+        """Typical time of so many tokens: of the first, which reads what was accepted, and of each after it."""
+        known = [typical(samples) for samples in (self._first_samples, self._further_samples) if samples]
+        return known[0] + (length - 1) * known[-1] if known and length else 0.0
 
     def begin(self, seq_id: int, asked: Asked) -> None:
         """A new sequence; nothing is computed yet."""
@@ -122,23 +125,26 @@ class ModelDrafter:
             if budgets[-1] > 0:
                 active.append(index)
                 parts.append((state, self._unread(state, answer)))
-        depth = 0
+        is_first = True
         while active:
             started = time.perf_counter()
-            logits = self._pass(parts)
-            going: list[int] = []
-            chosen = self._choose(parts, drafts, active, logits)
-            for index, (token, proposal) in zip(active, chosen, strict=True):
-                drafts[index].append(token)
-                if proposal is not None:
-                    proposals[index].append(proposal)
-                if token not in self._ends and len(drafts[index]) < budgets[index]:
-                    going.append(index)
-            if depth:
-                self._samples.append((time.perf_counter() - started) * 1e3)
+            more = self._go_on(parts, min(budgets[index] - len(drafts[index]) for index in active))
+            if more is None:
+                chosen = self._choose(parts, drafts, active, self._pass(parts))
+                for index, (token, proposal) in zip(active, chosen, strict=True):
+                    drafts[index].append(token)
+                    if proposal is not None:
+                        proposals[index].append(proposal)
+            else:
+                for index, tokens in zip(active, more, strict=True):
+                    end = next((at + 1 for at, token in enumerate(tokens) if token in self._ends), None)
+                    drafts[index] += tokens[:end]
+            samples = self._first_samples if is_first and more is None else self._further_samples
+            samples.append((time.perf_counter() - started) * 1e3 / (1 if more is None else len(more[0])))
+            is_first = False
             states = {index: state for index, (state, _) in zip(active, parts, strict=True)}
-            parts = [(states[index], [drafts[index][-1]]) for index in going]
-            active, depth = going, depth + 1
+            active = [i for i in active if drafts[i][-1] not in self._ends and len(drafts[i]) < budgets[i]]
+            parts = [(states[index], [drafts[index][-1]]) for index in active]
         return [
             DraftTree.chain(draft, origin=self.origin, proposals=drawn) if draft else NO_DRAFT
             for draft, drawn in zip(drafts, proposals, strict=True)
@@ -177,11 +183,11 @@ class ModelDrafter:
         places: list[int] = []
         tokens: list[Tensor] = []
         position = 0
-        for image, (start, end) in zip(asked.images, asked.places, strict=True):
+        for image, (start, end), plan in zip(asked.images, asked.places, asked.plans, strict=True):
             ids += asked.prompt_ids[position:start]
             position = end
             if self._look is not None:
-                own_ids, own_places, visual = self._look(image, len(asked.images))
+                own_ids, own_places, visual = self._look(image, len(asked.images), plan)
                 places += [len(ids) + place for place in own_places]
                 ids += own_ids
                 tokens.append(visual)
@@ -221,6 +227,22 @@ class ModelDrafter:
         logits: Tensor = self._decoder.logits(hidden)[:, : self._vocab_size]
         missing = self._vocab_size - logits.shape[1]
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+    def _go_on(self, parts: Sequence[tuple[_State, list[int]]], steps: int) -> list[list[int]] | None:
+        """For each sequence the next `steps` tokens, in one call; None where it must go pass by pass."""
+        if not all(len(new) == 1 and state.seen is None and _is_certain(state) for state, new in parts):
+            return None
+        pages = [state.kv for state, _ in parts if state.kv is not None]
+        tokens = torch.tensor([new[0] for _, new in parts], device=self._device)
+        starts = [state.num_prompt + len(state.fed) for state, _ in parts]
+        positions = torch.tensor(starts, device=self._device)
+        found = self._decoder.go_on(tokens, positions, pages, steps, self._vocab_size)
+        if found is None:
+            return None
+        chains: list[list[int]] = found.T.tolist()
+        for (state, new), chain in zip(parts, chains, strict=True):
+            state.fed += [*new, *chain[:-1]]
+        return chains
 
     def _choose(
         self, parts: Sequence[tuple[_State, list[int]]], drafts: list[list[int]], active: list[int], logits: Tensor

@@ -159,7 +159,7 @@ class Speculator:
         if self._model is None or not asking:
             return 0.0
         most = max(wanted[index][2] for index in asking)
-        length = self.gate.chain_length(self._model.origin, len(wanted), most, self._model.pass_ms)
+        length = self.gate.chain_length(self._model.origin, len(wanted), most, self._model.chain_ms)
         if length < 1:
             return 0.0
         started = time.perf_counter()
@@ -179,7 +179,7 @@ class Speculator:
             if drafting.read_ms == 0:
                 drafting.read_ms = self._model.reading_ms(wanted[index][0])
                 self.gate.advance(drafting.read_ms)
-        self._passes_ms = max(map(len, drafts)) * self._model.pass_ms
+        self._passes_ms = self._model.chain_ms(max(map(len, drafts)))
         return (time.perf_counter() - started) * 1e3
 
     def _leave_model(self, seq_id: int, drafting: _Drafting) -> None:

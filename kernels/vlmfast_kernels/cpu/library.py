@@ -102,6 +102,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         None,
         (POINTER(DecoderStruct), POINTER(BatchStruct), c_int64, c_int64, c_int64, c_void_p, c_int),
     ),
+    "vlmfast_continue": (
+        None,
+        (
+            *(POINTER(DecoderStruct), POINTER(BatchStruct), c_void_p, c_void_p, c_int64, c_int64, c_int64),
+            *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int),
+        ),
+    ),
     "vlmfast_logits": (None, (POINTER(DecoderStruct), c_void_p, c_int64, c_void_p, c_void_p, c_int)),
 }
 """Function -> (result, arguments). ctypes lets go of the interpreter lock during a call."""

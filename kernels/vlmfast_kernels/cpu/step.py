@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -119,17 +119,7 @@ class DecoderStep:
             return out
         assert positions.dtype == torch.int64 and len(positions) == rows
         positions = positions.contiguous()
-        part_of_row, index_in_part, lengths, longest = self._places(rows, parts, first, last)
-        pages = [page.storage for _, _, page in parts]
-        arrays = (
-            (c_int32 * rows)(*part_of_row),
-            (c_int32 * rows)(*index_in_part),
-            (c_void_p * len(pages))(*(page.data_ptr() for page in pages)),
-            (c_int64 * len(pages))(*(page.shape[3] for page in pages)),
-            (c_int32 * len(lengths))(*lengths),
-        )
-        addresses = [ctypes.addressof(array) for array in arrays]
-        batch = BatchStruct(rows, out.data_ptr(), positions.data_ptr(), *addresses)
+        batch, longest, _kept = self._batch(out, positions, parts, first, last)
         threads = torch.get_num_threads()
         memory = self._memory(rows, longest, threads)
         library().vlmfast_layers(
@@ -138,6 +128,45 @@ class DecoderStep:
         for start, end, page in parts:
             page.lengths[first:last] = [length + end - start for length in page.lengths[first:last]]
         return out
+
+    def go_on(
+        self, tokens: Tensor, positions: Tensor, pages: Sequence[Page], table: Tensor, steps: int, num_choices: int
+    ) -> Tensor:
+        """The likeliest tokens int64 [steps, B] that follow, each after the one before, tokens int64 [B] at positions.
+
+        Adds the keys and values of `tokens` and of all that is chosen but the last to the pages, one for each sequence.
+
+        Args:
+            table: embeddings, bfloat16 [V, E].
+            num_choices: tokens 0 .. num_choices - 1 may be chosen, of equals the first.
+        """
+        assert steps > 0 and table.dtype == torch.bfloat16 and table.is_contiguous()
+        rows = len(pages)
+        parts = [(index, index + 1, page) for index, page in enumerate(pages)]
+        positions = positions.clone()
+        hidden = torch.empty(rows, self._shape.hidden)
+        batch, longest, kept = self._batch(hidden, positions, parts, 0, self._num_layers, steps)
+        chosen = torch.empty(steps, rows, dtype=torch.int64)
+        logits = torch.empty(rows, self._vocab_size)
+        threads = torch.get_num_threads()
+        library().vlmfast_continue(
+            ctypes.byref(self._decoder),
+            ctypes.byref(batch),
+            table.data_ptr(),
+            tokens.contiguous().data_ptr(),
+            steps,
+            min(num_choices, self._vocab_size),
+            longest,
+            positions.data_ptr(),
+            ctypes.addressof(kept[-1]),
+            chosen.data_ptr(),
+            logits.data_ptr(),
+            self._memory(rows, longest, threads),
+            threads,
+        )
+        for page in pages:
+            page.lengths[:] = [length + steps for length in page.lengths]
+        return chosen
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary scores, float32 [T, V], of last-layer states [T, E]: final norm and head."""
@@ -151,8 +180,25 @@ class DecoderStep:
             )
         return out
 
+    def _batch(
+        self, hidden: Tensor, positions: Tensor, parts: Sequence[PageRows], first: int, last: int, steps: int = 1
+    ) -> tuple[BatchStruct, int, tuple[Any, ...]]:
+        """For C: the rows, the most keys one of them sees in `steps`, and what must live as long."""
+        rows = len(hidden)
+        part_of_row, index_in_part, lengths, longest = self._places(rows, parts, first, last, steps)
+        pages = [page.storage for _, _, page in parts]
+        arrays = (
+            (c_int32 * rows)(*part_of_row),
+            (c_int32 * rows)(*index_in_part),
+            (c_void_p * len(pages))(*(page.data_ptr() for page in pages)),
+            (c_int64 * len(pages))(*(page.shape[3] for page in pages)),
+            (c_int32 * len(lengths))(*lengths),
+        )
+        addresses = [ctypes.addressof(array) for array in arrays]
+        return BatchStruct(rows, hidden.data_ptr(), positions.data_ptr(), *addresses), longest, arrays
+
     def _places(
-        self, rows: int, parts: Sequence[PageRows], first: int, last: int
+        self, rows: int, parts: Sequence[PageRows], first: int, last: int, steps: int
     ) -> tuple[list[int], list[int], list[int], int]:
         """By row: its part, its place in it. By part and layer: the tokens already held. The most keys a row sees."""
         part_of_row: list[int] = []
@@ -163,7 +209,7 @@ class DecoderStep:
             storage, count = page.storage, end - start
             assert start == len(part_of_row), "parts must follow each other"
             assert storage.dtype == torch.bfloat16 and storage.is_contiguous() and len(page.lengths) == self._num_layers
-            most = max(page.lengths[first:last]) + count
+            most = max(page.lengths[first:last]) + count + steps - 1
             assert most <= storage.shape[3], f"{most} tokens in a page of {storage.shape[3]}"
             longest = max(longest, most)
             part_of_row += [number] * count

@@ -45,11 +45,9 @@ class Idefics3(CheckpointModule):
         """
         return self.connector(self.vision.run(pixels, merges=merges)[0])
 
-    def encode_scored(self, pixels: Tensor, merges: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """As `encode`, and the attention that each token received in the tower, float32 [P, tokens_per_tile]."""
-        features, received = self.vision.run(pixels, scored=True, merges=merges)
-        assert received is not None
-        return self.connector(features), self.connector.sum_scores(received)
+    def tile_scores(self, received: Tensor) -> Tensor:
+        """Of the attention that each patch received in the tower [P, patches], what each token has: [P, tokens]."""
+        return self.connector.sum_scores(received)
 
     @staticmethod
     def pack(tokens: Tensor, plan: TilePlan) -> Tensor:

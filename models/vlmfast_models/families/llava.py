@@ -43,11 +43,9 @@ class Llava(CheckpointModule):
         """
         return self.connector(self.vision.run(pixels, merges=merges)[0])
 
-    def encode_scored(self, pixels: Tensor, merges: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
-        """As `encode`, and the attention that each token received in the tower, float32 [P, tokens_per_tile]."""
-        features, received = self.vision.run(pixels, scored=True, merges=merges)
-        assert received is not None
-        return self.connector(features), received
+    def tile_scores(self, received: Tensor) -> Tensor:
+        """Of the attention that each patch received in the tower [P, patches], what each token has: the same."""
+        return received
 
     def pack(self, tokens: Tensor, plan: TilePlan) -> Tensor:
         """Visual tokens of a picture's tiles [P, tokens_per_tile, E] in prompt order: [plan.n_tokens, E]."""
