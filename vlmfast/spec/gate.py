@@ -34,7 +34,7 @@ _PLAIN_SAMPLES = 6
 _TIME_EVERY = 16
 _FREE_STEPS = 0.6
 """Plain steps' worth of time that drafting may lose before it rests."""
-_CREDIT_STEPS = 3.0
+_CREDIT_STEPS = 12.0
 """Plain steps' worth of earlier gains that may be lost again: a job that turns bad can not spend all that was won."""
 _EARNED_STEPS = 1.0
 """Plain steps' worth of gains that make a rest short again."""
