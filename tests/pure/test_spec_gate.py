@@ -168,6 +168,13 @@ def test_gains_are_not_spent_on_what_fails() -> None:
     assert (engine.num_tokens - tokens) * cheap(1) / (engine.ms - ms) > 0.95
 
 
+def test_a_run_of_bad_luck_does_not_end_what_pays() -> None:
+    """Guards dear drafts, as a model's are: each that fails loses a whole step, though on the whole they gain."""
+    engine = _run(3000, [_chain(8)], accept={"x": 0.75}, draft_ms=6.0)
+    assert sum(map(bool, engine.drafted)) > 0.95 * len(engine.drafted)
+    assert engine.speedup > 1.7
+
+
 def test_trees_are_cut_from_their_end() -> None:
     """Guards trees: unlikely branches go first, and what is left is a tree."""
     gate = Gate()
