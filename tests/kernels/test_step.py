@@ -12,7 +12,7 @@ import torch
 from vlmfast.kv import SequenceKV
 from vlmfast.runner import BatchAttention
 from vlmfast_kernels.cpu.library import OFF_SWITCH
-from vlmfast_kernels.cpu.step import why_not_step
+from vlmfast_kernels.cpu.step import DecoderStep, why_not_step
 from vlmfast_kernels.ops.quant import Quantization
 from vlmfast_models.config import TextConfig
 from vlmfast_models.decoder import Decoder
@@ -329,6 +329,30 @@ def test_going_on_in_one_call_is_going_on_step_by_step(name: str, kind: Quantiza
         assert one.lengths == other.lengths == [past + steps] * config.num_layers
         assert torch.equal(one.storage[:, :, :, : past + steps], other.storage[:, :, :, : past + steps])
     assert len(set(chosen.flatten().tolist())) > 3, "nothing to tell apart"
+
+
+@needs_step
+@pytest.mark.parametrize("rows", [600, 812])
+def test_the_workspace_holds_short_last_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards memory: rows behind the first 512 are few, and many threads share out their keys in more pieces."""
+    decoder = _decoder(_PLAIN, torch.bfloat16)
+    guard, used = 1 << 21, list[torch.Tensor]()
+    sized = DecoderStep._memory
+
+    def guarded(self: DecoderStep, *sizes: int) -> int:
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        sized(self, *sizes)
+        used.append(torch.cat((self._workspace.zero_(), torch.full((guard,), 77, dtype=torch.uint8))))
+        return used[-1].data_ptr()
+
+    monkeypatch.setattr(DecoderStep, "_memory", guarded)
+    before = torch.get_num_threads()
+    torch.set_num_threads(16)
+    try:
+        _run(decoder, _rows(_PLAIN, rows), _page(_PLAIN))
+    finally:
+        torch.set_num_threads(before)
+    assert len(used) == 2 and all(bool((memory[-guard:] == 77).all()) for memory in used)
 
 
 def test_going_on_needs_the_step() -> None:

@@ -143,7 +143,7 @@ class DecoderStep:
         assert steps > 0 and table.dtype == torch.bfloat16 and table.is_contiguous()
         rows = len(pages)
         parts = [(index, index + 1, page) for index, page in enumerate(pages)]
-        positions = positions.clone()
+        tokens, positions = tokens.contiguous(), positions.clone()
         hidden = torch.empty(rows, self._shape.hidden)
         batch, longest, kept = self._batch(hidden, positions, parts, 0, self._num_layers, steps)
         chosen = torch.empty(steps, rows, dtype=torch.int64)
@@ -153,7 +153,7 @@ class DecoderStep:
             ctypes.byref(self._decoder),
             ctypes.byref(batch),
             table.data_ptr(),
-            tokens.contiguous().data_ptr(),
+            tokens.data_ptr(),
             steps,
             min(num_choices, self._vocab_size),
             longest,

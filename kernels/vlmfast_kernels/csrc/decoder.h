@@ -48,8 +48,7 @@ struct Blocks {
     int64_t count;
     int32_t first[kTile + 1];  // and, behind the last, where it ends
 
-    void find(const Batch& batch, int64_t first_row, int64_t rows, int64_t most) {
-        count = 0;
+    Blocks(const Batch& batch, int64_t first_row, int64_t rows, int64_t most) : count(0) {
         for (int64_t row = 0; row < rows; row++) {
             const bool joins = row && row - first[count - 1] < most &&
                                batch.part[first_row + row] == batch.part[first_row + row - 1];
@@ -63,7 +62,6 @@ struct Workspace {
     float* wide;   // [rows, wide_stride]: fused projections
     float* found;  // [rows, heads, slots, dim + 2]: attention, (values, max, sum) of a chunk
     bf16* query;   // [rows, heads, dim]
-    Blocks* blocks;
     void* inputs;  // Activations of the widest linear layer
     int64_t wide_stride, slots, bytes;
 
@@ -79,7 +77,6 @@ struct Workspace {
         wide = reinterpret_cast<float*>(take(rows * wide_stride * 4));
         found = reinterpret_cast<float*>(take(rows * d.heads * slots * (d.dim + 2) * 4));
         query = reinterpret_cast<bf16*>(take(rows * mixed * 2));
-        blocks = reinterpret_cast<Blocks*>(take(sizeof(Blocks)));
         inputs = take(Activations::bytes_for(rows, std::max({d.hidden, d.intermediate, mixed})));
     }
 };
@@ -143,6 +140,7 @@ struct LayerRun {
     const Decoder& d;
     const Batch& batch;
     const Workspace& work;
+    const Blocks& blocks;
     int64_t first_row, rows, index;
 
     const Layer& layer() const { return d.layers[index]; }
@@ -193,7 +191,7 @@ struct LayerRun {
     }
 
     void attend_block(int64_t block, int64_t group, int64_t chunk, int64_t slot, Tiles& tiles) const {
-        const int64_t begin = work.blocks->first[block], end = work.blocks->first[block + 1];
+        const int64_t begin = blocks.first[block], end = blocks.first[block + 1];
         if (can_share(begin, end, group)) return attend_rows(begin, end, group, chunk, slot, tiles);
         for (int64_t row = begin; row < end; row++) {
             if (chunk * kChunk < num_keys(row)) attend_rows(row, row + 1, group, chunk, slot, tiles);
@@ -235,11 +233,11 @@ struct LayerRun {
     }
 
     void attend(Team& team) const {
-        const int64_t slots = work.slots, blocks = work.blocks->count;  // one slot: a task goes through all chunks
-        team.run(blocks * d.groups * slots, [&](int64_t begin, int64_t end) {
+        const int64_t slots = work.slots, count = blocks.count;  // one slot: a task goes through all chunks
+        team.run(count * d.groups * slots, [&](int64_t begin, int64_t end) {
             for (int64_t task = begin; task < end; task++) {  // blocks innermost: they may share a page
-                const int64_t block = task % blocks, group = task / blocks % d.groups, slot = task / blocks / d.groups;
-                const int64_t most = num_keys(work.blocks->first[block + 1] - 1);
+                const int64_t block = task % count, group = task / count % d.groups, slot = task / count / d.groups;
+                const int64_t most = num_keys(blocks.first[block + 1] - 1);
                 if (slots > 1) {
                     if (slot * kChunk < most) attend_block(block, group, slot, slot, team.tiles);
                     continue;
@@ -300,11 +298,13 @@ struct LayerRun {
 
 inline void run_layers(const Decoder& d, const Batch& batch, int64_t first, int64_t last, int64_t longest, char* memory,
                 int num_threads, Team& team) {
+    // As many slots for every tile as the workspace was sized for: the last one may be short.
+    const int64_t slots = num_slots(d, std::min(kTile, batch.rows), longest, num_threads);
     for (int64_t row = 0; row < batch.rows; row += kTile) {
         const int64_t rows = std::min(kTile, batch.rows - row);
-        const Workspace work(d, rows, num_slots(d, rows, longest, num_threads), memory);
-        team.run(1, [&](int64_t, int64_t) { work.blocks->find(batch, row, rows, d.block_rows()); });
-        for (int64_t index = first; index < last; index++) LayerRun{d, batch, work, row, rows, index}.run(team);
+        const Workspace work(d, rows, slots, memory);
+        const Blocks blocks(batch, row, rows, d.block_rows());  // each thread its own: they may be stages apart
+        for (int64_t index = first; index < last; index++) LayerRun{d, batch, work, blocks, row, rows, index}.run(team);
     }
 }
 
