@@ -335,7 +335,10 @@ def test_going_on_in_one_call_is_going_on_step_by_step(name: str, kind: Quantiza
 @pytest.mark.parametrize("rows", [600, 812])
 def test_the_workspace_holds_short_last_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards memory: rows behind the first 512 are few, and many threads share out their keys in more pieces."""
-    decoder = _decoder(_PLAIN, torch.bfloat16)
+    config = replace(_PLAIN, max_positions=4096)
+    decoder, page = _decoder(config, torch.bfloat16), SequenceKV(config, 4096, _CPU, torch.bfloat16)
+    page.storage.zero_()
+    page.lengths[:] = [3000] * config.num_layers
     guard, used = 1 << 21, list[torch.Tensor]()
     sized = DecoderStep._memory
 
@@ -349,7 +352,7 @@ def test_the_workspace_holds_short_last_tiles(rows: int, monkeypatch: pytest.Mon
     before = torch.get_num_threads()
     torch.set_num_threads(16)
     try:
-        _run(decoder, _rows(_PLAIN, rows), _page(_PLAIN))
+        _run(decoder, _rows(config, rows), page, 3000)
     finally:
         torch.set_num_threads(before)
     assert len(used) == 2 and all(bool((memory[-guard:] == 77).all()) for memory in used)
