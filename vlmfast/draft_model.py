@@ -90,7 +90,7 @@ def load_draft_model(
             cache=caches.features,
         )
         if shares_tower:
-            vision.share_tower(target_vision)
+            vision.borrow_tower(target_vision)
         look = _look(model, checkpoint, vision)
     return ModelDrafter(
         model.decoder,

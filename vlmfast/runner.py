@@ -183,15 +183,15 @@ class Runner:
             for item in scheduled:
                 self._states[item.sequence.seq_id].kv.truncate(item.start)
             raise
-        if self._speculator.is_resting:
-            self._speculator.rested()
-        elif all(item.draft_budget > 0 for item in scheduled) and not failed:
+        if all(item.draft_budget > 0 for item in scheduled) and not failed:
             self._speculator.timed(
                 num_sequences=len(scheduled),
                 num_drafted=sum(map(len, drafts.values())),
                 num_chosen=sum(map(len, tokens.values())),
                 step_ms=(time.perf_counter() - started) * 1e3,
             )
+        elif self._speculator.is_resting:
+            self._speculator.rested()
         return tokens, failed
 
     def _verify(self, seq_id: int, draft: DraftTree, logits: Tensor) -> tuple[int, ...]:

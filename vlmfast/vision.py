@@ -66,12 +66,13 @@ class VisionEncoder:
         self._levels: tuple[PreprocessConfig, ...] = model.levels(config)
         self._auto_plans: dict[tuple[str, int | None, tuple[TilePlan, ...]], TilePlan] = {}
         self._auto_counts: dict[tuple[ImageKey, float], tuple[int, ...]] = {}
-        self._tower: TowerMemory | None = None
+        self._lent: TowerMemory | None = None
+        self._borrowed: TowerMemory | None = None
 
-    def share_tower(self, other: VisionEncoder) -> None:
-        """From now on what the tower makes of a picture serves both; it must be one tower, given the same pixels."""
+    def borrow_tower(self, other: VisionEncoder) -> None:
+        """From now on takes what the other's tower made of a picture; it must be one tower, given the same pixels."""
         assert self._model.vision is other._model.vision and self._config.same_pixels(other._config)
-        self._tower = other._tower = self._tower or TowerMemory()
+        self._borrowed = other._lent = other._lent or TowerMemory()
 
     def check(self, vision: Vision) -> None:
         """Raises OptionError where the tower can not merge as asked."""
@@ -138,8 +139,10 @@ class VisionEncoder:
         None where it has not, or where the plan has more frames. They are nearly the plan's own: that frame was made
         from a picture of another size. Good enough to draft with; never cached.
         """
-        ran = None if self._tower is None or plan.rows else self._tower.get((image.digest, shared, ()), scored=False)
-        if ran is None or plan == shared:
+        if self._borrowed is None or plan.rows or plan == shared:
+            return None
+        ran = self._borrowed.get((image.digest, shared, ()), scored=False)
+        if ran is None:
             return None
         outputs: torch.Tensor = ran[-1][0][-1:]
         tokens: torch.Tensor = self._model.pack(self._model.connector(outputs), plan)
@@ -190,12 +193,12 @@ class VisionEncoder:
     ) -> VisionFeatures:
         """The visual tokens [N, E] of a picture, `scored` with their saliency. Tiles go in bounded groups."""
         model, key = self._model, (image.digest, plan, merges)
-        ran = None if self._tower is None else self._tower.get(key, scored=scored)
+        ran = None if self._borrowed is None else self._borrowed.get(key, scored=scored)
         if ran is None:
             pixels = preprocess(image, plan, self._config).pixels.to(self._device, self._dtype)
             ran = [model.vision.run(group, scored=scored, merges=merges) for group in pixels.split(self._max_tiles)]
-            if self._tower is not None:
-                self._tower.put(key, ran)
+            if self._lent is not None:
+                self._lent.put(key, ran)
         tiles = torch.cat([model.connector(outputs) for outputs, _ in ran])  # [P, N / P, E]
         saliency = None
         if scored:

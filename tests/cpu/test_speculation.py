@@ -118,7 +118,7 @@ def test_off_is_absent(
     """Guards invariant 11: nothing is drafted, timed or remembered; one request can be off or on by itself."""
     answer = plain.describe(*QUESTIONS[0], sampling=GREEDY)
     assert (answer.usage.draft_tokens, answer.usage.accepted_tokens) == (0, 0)
-    assert not plain._speculator._sequences and not plain._speculator.gate._costs.known
+    assert not plain._speculator._sequences and not plain._speculator.gate._costs
     loaded = load_vlm(speculation=ALL)
     for _ in range(2):
         off = loaded.describe(*QUESTIONS[0], sampling=GREEDY, speculation="off")

@@ -7,36 +7,58 @@ from collections import deque
 from collections.abc import Sequence
 
 _SAMPLES = 12
-"""Step times kept for each width. Their lower quartile counts: what else the machine does only ever adds."""
+"""Step times kept for each width. Their median counts: steps that draft vary more than plain ones, for good reasons."""
 _TRUSTED = 3
 """Samples of a width that outweigh a much lower guess: the first may have met a busy moment."""
 _NEAR_GUESS = 1.25
 """A sample of at most so many times the guess is believed at once."""
+_OUTDATED = 16
+"""Samples of other widths after which one that contradicts newer ones is given up."""
 _GUESSED_SLOPE = 0.08
 """Cost of one more token, of that of the first, until it is measured."""
 
 
 class StepCosts:
-    """Milliseconds of a decoder pass by its number of tokens."""
+    """Milliseconds of a decoder pass by its number of tokens.
 
-    def __init__(self) -> None:
+    Args:
+        num_plain: tokens of a pass without drafts. Of its times the lower quartile counts: drafting must beat plain
+            steps at their best, for it must not lose where they are judged by a slow moment.
+    """
+
+    def __init__(self, num_plain: int = 0) -> None:
+        self._num_plain = num_plain
         self._samples: dict[int, deque[float]] = {}
         self._typical: dict[int, float] = {}
         self._widths: list[int] = []
         """Those with samples that are believed, ascending; only these are looked at."""
+        self._last: dict[int, int] = {}
+        """Which of all samples the last of a width was."""
+        self._num_added = 0
         self._known: dict[int, float] = {}
         """Costs worked out since the last sample."""
 
     def add(self, num_tokens: int, ms: float) -> None:
         samples = self._samples.setdefault(num_tokens, deque(maxlen=_SAMPLES))
         samples.append(ms)
-        typical_ms = typical(samples)
+        typical_ms = typical(samples, 4 if num_tokens == self._num_plain else 2)
         if num_tokens not in self._typical:
             if self._widths and len(samples) < _TRUSTED and typical_ms > _NEAR_GUESS * self(num_tokens):
                 return
             insort(self._widths, num_tokens)
         self._typical[num_tokens] = typical_ms
+        self._last[num_tokens] = self._num_added = self._num_added + 1
+        if len(samples) >= _TRUSTED:
+            self._forget_outdated(num_tokens)
         self._known.clear()
+
+    def _forget_outdated(self, num_tokens: int) -> None:
+        """Wider passes that were cheaper, but long ago: the machine was faster then, or less busy."""
+        for width in self._widths[bisect_left(self._widths, num_tokens + 1) :]:
+            is_old = self._num_added - self._last[width] > _OUTDATED
+            if is_old and self._typical[width] < self._typical[num_tokens]:
+                self._widths.remove(width)
+                del self._samples[width], self._typical[width], self._last[width]
 
     @property
     def known(self) -> bool:
@@ -81,6 +103,6 @@ class StepCosts:
         return self._typical[low] * (1 - part) + self._typical[high] * part
 
 
-def typical(samples: Sequence[float]) -> float:
-    """The lower quartile."""
-    return sorted(samples)[(len(samples) - 1) // 4]
+def typical(samples: Sequence[float], share: int = 2) -> float:
+    """The median (the lower one of two), or with a share of 4 the lower quartile."""
+    return sorted(samples)[(len(samples) - 1) // share]

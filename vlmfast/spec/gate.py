@@ -28,10 +28,17 @@ _RESTED_MEMORY = 24.0
 _MARGIN = 1.02
 """A draft must promise this much more than a plain step."""
 _SAMPLES = 12
-"""Draft times kept. As with step times, their lower quartile counts."""
+"""Draft times kept. As with step times, their median counts."""
+_DEAREST = 4.0
+"""A proposal counts as at most so many typical ones."""
 _PLAIN_SAMPLES = 6
 """Plain steps that are timed one after the other; once there are so many, one in `_TIME_EVERY`."""
 _TIME_EVERY = 16
+_LEAST_PLAIN_SAMPLES = 6
+"""Plain steps of so many sequences before anything is drafted for them: the first ones after a picture are slow."""
+_SPELL = 6
+"""Steps of a rest that is taken to time plain ones. Between drafts they would be slower than without any: caches and
+threads have been at something else."""
 _FREE_STEPS = 0.6
 """Plain steps' worth of time that drafting may lose before it rests."""
 _CREDIT_STEPS = 12.0
@@ -48,8 +55,8 @@ _EXPLORE_EVERY = 32
 _EXPLORE_NODES = 2
 _LIKELY = 0.5
 """One in so many drafts takes every node this likely, whatever it seems to cost: costs change, too."""
-_PLAIN_EVERY = 128
-"""One in so many steps is plain, to measure c(B) anew."""
+_PLAIN_EVERY = 256
+"""After so many steps without a rest plain ones are timed anew."""
 
 
 @dataclass(slots=True)
@@ -88,9 +95,13 @@ class Gate:
         self._trials: dict[tuple[str, int, int], _Trials] = {}
         self._alike: dict[str, _Trials] = {}
         """First nodes of all origins of one certainty: the guess for an origin that is new."""
-        self._costs = StepCosts()
+        self._costs: dict[int, StepCosts] = {}
+        """By the number of sequences: a token of a draft costs less than one of another sequence."""
+        self._step_ms = 0.0
+        """A plain step, of as many sequences as the last step had."""
         self._draft_samples: deque[float] = deque(maxlen=_SAMPLES)
         self._draft_ms = 0.0
+        """Typical time of proposing for one sequence."""
         self._loss_ms = 0.0
         """Time that drafting has taken since the last rest, beyond what the same tokens would have taken without."""
         self._advanced_ms = 0.0
@@ -101,7 +112,7 @@ class Gate:
         self._num_promising = 0
         self._num_unpromising = 0
         self._explored: dict[str, int] = {}
-        self._steps_since_plain = 0
+        self._steps_since_rest = 0
 
     @property
     def is_resting(self) -> bool:
@@ -112,7 +123,7 @@ class Gate:
         """Of the drafts offered for each sequence of a step, the one to verify, cut to what pays; or `NO_DRAFT`."""
         if not self._adaptive:
             return [max(drafts, key=len, default=NO_DRAFT) for drafts in offers]
-        if self._rest or not self._costs.known or not any(map(any, offers)) or self._due_plain():
+        if self._rest or not any(map(any, offers)) or self._begins_spell(len(offers)):
             return [NO_DRAFT] * len(offers)
         gains = [
             max(((self.gains(tree), tree) for tree in drafts), key=lambda offer: sum(offer[0]), default=([], NO_DRAFT))
@@ -152,16 +163,17 @@ class Gate:
         """
         if not self._adaptive:
             return most
-        if self._rest or not self._costs.known or most < 1 or self._due_plain():
+        if self._rest or most < 1 or self._begins_spell(num_sequences):
             return 0
         most = min(most, max(self._most_nodes(num_sequences) // num_sequences, 1))
         if chain_ms(1) == 0:
             return min(_EXPLORE_NODES, most)
         tokens = float(num_sequences)
-        best, best_rate = 0, _MARGIN * num_sequences / self._costs(num_sequences)
+        costs = self._costs[num_sequences]
+        best, best_rate = 0, _MARGIN * num_sequences / costs(num_sequences)
         for length, gain in enumerate(self.gains(DraftTree.chain([0] * most, origin=origin)), 1):
             tokens += gain * num_sequences
-            rate = tokens / (self._costs(num_sequences * (1 + length)) + chain_ms(length))
+            rate = tokens / (costs(num_sequences * (1 + length)) + chain_ms(length))
             if rate > best_rate:
                 best, best_rate = length, rate
         if best == 0:
@@ -197,24 +209,33 @@ class Gate:
             passes_ms: typical time of what a network computed to propose, which `draft_ms` does not hold.
         """
         if self._rest:
-            self._rest -= 1
+            self._clock_plain(num_sequences, step_ms)
+            self.rested()
             return
-        self._clock(num_sequences, num_drafted, step_ms)
+        self._steps_since_rest += 1
         if draft_ms > 0 and self._adaptive:
-            self._draft_samples.append(draft_ms)
+            self._draft_samples.append(draft_ms / num_sequences)
             if self._draft_ms == 0 or num_drafted or len(self._draft_samples) < _SAMPLES:
                 self._draft_ms = typical(self._draft_samples)
-            self._loss_ms += self._draft_ms + passes_ms
+            # Their own times, within reason: a first proposal looks at the whole prompt.
+            self._loss_ms += min(draft_ms, _DEAREST * self._draft_ms * num_sequences) + passes_ms
         if num_drafted:
+            costs = self._costs.setdefault(num_sequences, StepCosts(num_sequences))
+            costs.add(num_sequences + num_drafted, step_ms)
             # Typical times, not this step's own: a busy machine is not the draft's fault.
-            plain_ms = self._costs(num_sequences) * num_chosen / num_sequences
-            self._loss_ms += self._costs(num_sequences + num_drafted) - plain_ms
-        self._steps_since_plain = self._steps_since_plain + 1 if num_drafted else 0
+            plain_ms = costs(num_sequences) * num_chosen / num_sequences
+            self._loss_ms += costs(num_sequences + num_drafted) - plain_ms
         self._settle()
 
     def rested(self) -> None:
-        """A step passed in a rest: all that such a step costs."""
+        """A step passed in a rest that is not worth timing: it did not only decode."""
         self._rest -= 1
+        self._steps_since_rest = 0
+
+    def spent(self, ms: float) -> None:
+        """Time went into what later drafts are made from."""
+        if not self._rest:
+            self._loss_ms += min(ms, self._step_ms)
 
     def advance(self, ms: float) -> None:
         """Time was spent on a sequence before it can earn any: it may be earned back until `repay`."""
@@ -236,20 +257,26 @@ class Gate:
 
     def _most_nodes(self, num_sequences: int) -> int:
         """No pass is more than twice as wide as one that was measured: a costly surprise stays small."""
-        return max(2 * self._costs.widest - num_sequences, 1)
+        return max(2 * self._costs[num_sequences].widest - num_sequences, 1)
 
-    def _due_plain(self) -> bool:
-        return self._steps_since_plain >= _PLAIN_EVERY
+    def _begins_spell(self, num_sequences: int) -> bool:
+        """Takes a rest, from this step on, where the time of plain ones must be known or known anew."""
+        known = self._costs.get(num_sequences)
+        few = known is None or known.num_samples(num_sequences) < _LEAST_PLAIN_SAMPLES
+        if few or self._steps_since_rest >= _PLAIN_EVERY:
+            self._rest = _SPELL
+        return self.is_resting
 
     def _fill(self, gains: Sequence[list[float]]) -> list[int]:
         """How many nodes of each sequence's draft make the step's rate highest."""
         num_sequences = len(gains)
         nodes = sorted(((-gain, index) for index, found in enumerate(gains) for gain in found))
-        best_rate = _MARGIN * num_sequences / self._costs(num_sequences)
+        costs = self._costs[num_sequences]
+        best_rate = _MARGIN * num_sequences / costs(num_sequences)
         best, tokens = 0, float(num_sequences)
         for number, (gain, _) in enumerate(nodes[: self._most_nodes(num_sequences)], 1):
             tokens -= gain
-            rate = tokens / self._costs(num_sequences + number)
+            rate = tokens / costs(num_sequences + number)
             if rate > best_rate:
                 best, best_rate = number, rate
         kept = [0] * num_sequences
@@ -270,21 +297,22 @@ class Gate:
             chosen[index] = trees[index].first(min(_EXPLORE_NODES, self._most_nodes(len(trees))))
         return chosen
 
-    def _clock(self, num_sequences: int, num_drafted: int, step_ms: float) -> None:
-        """Takes the time of a step with drafts, and of some of the others."""
-        width = num_sequences + num_drafted
-        if not num_drafted and self._costs.num_samples(width) >= _PLAIN_SAMPLES:
+    def _clock_plain(self, num_sequences: int, step_ms: float) -> None:
+        """Takes the time of some of the plain steps."""
+        costs = self._costs.setdefault(num_sequences, StepCosts(num_sequences))
+        if costs.num_samples(num_sequences) >= _PLAIN_SAMPLES:
             self._untimed += 1
             if self._untimed < _TIME_EVERY:
                 return
         self._untimed = 0
-        self._costs.add(width, step_ms)
+        costs.add(num_sequences, step_ms)
+        self._step_ms = costs(num_sequences)
 
     def _settle(self) -> None:
         """Looks at what drafting has cost: a rest after a loss, and short ones again after a gain."""
-        if not self._adaptive or not self._costs.known:
+        if not self._adaptive or self._step_ms == 0.0:
             return
-        step_ms = self._costs(1)
+        step_ms = self._step_ms
         if self._loss_ms < -_EARNED_STEPS * step_ms:
             self._share = _FIRST_SHARE
             self._loss_ms = max(self._loss_ms, -_CREDIT_STEPS * step_ms)

@@ -29,7 +29,7 @@ from vlmfast_models.geometry import TilePlan
 _log = logging.getLogger(__name__)
 
 _SAMPLES = 12
-"""Times that `chain_ms` takes the lower quartiles of."""
+"""Times that `chain_ms` takes the medians of."""
 
 Look: TypeAlias = Callable[[ImageInput, int, TilePlan], tuple[list[int], list[int], Tensor]]
 """(picture, pictures in all, the target's plan) -> its token ids, the places of visual tokens among them, and these,

@@ -101,7 +101,9 @@ class Speculator:
         """Keeps a finished answer (its end token included, where the model ended it) to draft later ones from."""
         asked = options or self._options
         if self._options.memory_tokens and asked.memory_tokens and asked.uses("suffix"):
+            started = time.perf_counter()
             self._memory.add(salt, pictures, answer_row(prompt_ids, answer, self._barriers))
+            self.gate.spent((time.perf_counter() - started) * 1e3)
 
     @property
     def is_resting(self) -> bool:
