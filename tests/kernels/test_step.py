@@ -339,8 +339,7 @@ def test_the_workspace_holds_short_last_tiles(rows: int, monkeypatch: pytest.Mon
     decoder, page = _decoder(config, torch.bfloat16), SequenceKV(config, 4096, _CPU, torch.bfloat16)
     page.storage.zero_()
     page.lengths[:] = [3000] * config.num_layers
-    guard, used = 1 << 21, list[torch.Tensor]()
-    sized = DecoderStep._memory
+    guard, used, sized = 1 << 21, list[torch.Tensor](), DecoderStep._memory
 
     def guarded(self: DecoderStep, *sizes: int) -> int:
         self._workspace = torch.empty(0, dtype=torch.uint8)

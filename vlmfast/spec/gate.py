@@ -23,12 +23,14 @@ _GUESS_WEIGHT = 2.0
 """How many trials a guess counts as."""
 _MEMORY = 64.0
 """Trials that an estimate remembers: it follows when the kind of text changes."""
-_RESTED_MEMORY = 24.0
+_RESTED_MEMORY = 6.0
 """Trials that it remembers over a rest: what was learnt of another text must not outweigh what comes."""
 _MARGIN = 1.02
 """A draft must promise this much more than a plain step."""
 _SAMPLES = 12
 """Draft times kept. As with step times, their median counts."""
+_SLOWEST = 1.5
+"""A step that drafts counts as at most so many typical ones of its width."""
 _DEAREST = 4.0
 """A proposal counts as at most so many typical ones."""
 _PLAIN_SAMPLES = 6
@@ -222,9 +224,9 @@ class Gate:
         if num_drafted:
             costs = self._costs.setdefault(num_sequences, StepCosts(num_sequences))
             costs.add(num_sequences + num_drafted, step_ms)
-            # Typical times, not this step's own: a busy machine is not the draft's fault.
+            # Its own time, within reason: a moment in which the machine is busy is not the draft's fault.
             plain_ms = costs(num_sequences) * num_chosen / num_sequences
-            self._loss_ms += costs(num_sequences + num_drafted) - plain_ms
+            self._loss_ms += min(step_ms, _SLOWEST * costs(num_sequences + num_drafted)) - plain_ms
         self._settle()
 
     def rested(self) -> None:
