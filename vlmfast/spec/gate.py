@@ -23,7 +23,7 @@ _GUESS_WEIGHT = 2.0
 """How many trials a guess counts as."""
 _MEMORY = 64.0
 """Trials that an estimate remembers: it follows when the kind of text changes."""
-_RESTED_MEMORY = 6.0
+_RESTED_MEMORY = 1.0
 """Trials that it remembers over a rest: what was learnt of another text must not outweigh what comes."""
 _MARGIN = 1.02
 """A draft must promise this much more than a plain step."""
