@@ -34,13 +34,10 @@ _SLOWEST = 1.5
 _DEAREST = 4.0
 """A proposal counts as at most so many typical ones."""
 _PLAIN_SAMPLES = 6
-"""Plain steps that are timed one after the other; once there are so many, one in `_TIME_EVERY`."""
+"""Plain steps of so many sequences that are timed one after the other, in a rest, before anything is drafted for them.
+Between drafts they would be slower than without any: caches and threads have been at something else."""
 _TIME_EVERY = 16
-_LEAST_PLAIN_SAMPLES = 6
-"""Plain steps of so many sequences before anything is drafted for them: the first ones after a picture are slow."""
-_SPELL = 6
-"""Steps of a rest that is taken to time plain ones. Between drafts they would be slower than without any: caches and
-threads have been at something else."""
+"""Of the plain steps of further rests, one in so many is timed."""
 _FREE_STEPS = 0.6
 """Plain steps' worth of time that drafting may lose before it rests."""
 _CREDIT_STEPS = 12.0
@@ -264,9 +261,9 @@ class Gate:
     def _begins_spell(self, num_sequences: int) -> bool:
         """Takes a rest, from this step on, where the time of plain ones must be known or known anew."""
         known = self._costs.get(num_sequences)
-        few = known is None or known.num_samples(num_sequences) < _LEAST_PLAIN_SAMPLES
+        few = known is None or known.num_samples(num_sequences) < _PLAIN_SAMPLES
         if few or self._steps_since_rest >= _PLAIN_EVERY:
-            self._rest = _SPELL
+            self._rest = _PLAIN_SAMPLES
         return self.is_resting
 
     def _fill(self, gains: Sequence[list[float]]) -> list[int]:
