@@ -17,7 +17,9 @@ TowerOutputs = Sequence[tuple[Tensor, Tensor | None]]
 
 
 class TowerMemory:
-    """Outputs by picture, the least recently used going first; safe to share between threads.
+    """Outputs by picture until they are taken, the oldest going first; safe to share between threads.
+
+    No cache: it holds what was just computed for one model until the other comes for it.
 
     Args:
         max_bytes: held in all; a picture larger than that is not kept.
@@ -29,17 +31,17 @@ class TowerMemory:
         self._outputs: OrderedDict[TowerKey, TowerOutputs] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: TowerKey, *, scored: bool) -> TowerOutputs | None:
-        """The outputs, to be read only; None where they are not known, or `scored` and known without."""
+    def take(self, key: TowerKey, *, scored: bool) -> TowerOutputs | None:
+        """The outputs, which are held no longer; None where there are none, or `scored` and they came without."""
         with self._lock:
             found = self._outputs.get(key)
             if found is None or (scored and any(received is None for _, received in found)):
                 return None
-            self._outputs.move_to_end(key)
-            return found
+            self._num_bytes -= _num_bytes(found)
+            return self._outputs.pop(key)
 
     def put(self, key: TowerKey, outputs: TowerOutputs) -> None:
-        """Keeps the outputs."""
+        """Holds the outputs."""
         with self._lock:
             self._num_bytes += _num_bytes(outputs) - _num_bytes(self._outputs.pop(key, ()))
             self._outputs[key] = outputs

@@ -141,7 +141,7 @@ class VisionEncoder:
         """
         if self._borrowed is None or plan.rows or plan == shared:
             return None
-        ran = self._borrowed.get((image.digest, shared, ()), scored=False)
+        ran = self._borrowed.take((image.digest, shared, ()), scored=False)
         if ran is None:
             return None
         outputs: torch.Tensor = ran[-1][0][-1:]
@@ -193,7 +193,7 @@ class VisionEncoder:
     ) -> VisionFeatures:
         """The visual tokens [N, E] of a picture, `scored` with their saliency. Tiles go in bounded groups."""
         model, key = self._model, (image.digest, plan, merges)
-        ran = None if self._borrowed is None else self._borrowed.get(key, scored=scored)
+        ran = None if self._borrowed is None else self._borrowed.take(key, scored=scored)
         if ran is None:
             pixels = preprocess(image, plan, self._config).pixels.to(self._device, self._dtype)
             ran = [model.vision.run(group, scored=scored, merges=merges) for group in pixels.split(self._max_tiles)]

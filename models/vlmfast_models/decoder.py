@@ -188,7 +188,8 @@ class Decoder(nn.Module):
         the same numbers as one call. The compiled step returns float32.
         """
         if self._step is not None:
-            pages = getattr(attention, "causal_pages", None)  # isinstance of a protocol takes longer than a small layer
+            # Of a PagedAttention; to ask a protocol by isinstance takes longer than a small layer.
+            pages: Sequence[PageRows] | None = getattr(attention, "causal_pages", None)
             if pages is not None:
                 last = len(self.layers) if last_layer is None else last_layer
                 return self._step.run(hidden, positions, pages, first_layer, last)

@@ -107,9 +107,8 @@ def test_a_draft_model_of_one_frame_is_shown_the_global_frame(
     answer = vlm.describe(picture, "What is it?", sampling=GREEDY)
     assert answer.token_ids == expected.token_ids and answer.usage.draft_tokens
     assert answer.usage.visual_tokens > vlm.model.config.tokens_per_tile and len(runs) == num_runs
-    # The target's features are known now, and the tower's outputs forgotten: the draft model looks for itself.
-    vlm._vision._lent._max_bytes = 0
-    vlm._vision._lent.put(("", None, ()), ())
+    assert vlm._vision._lent is not None and not vlm._vision._lent._outputs, "held no longer than needed"
+    # The target's features are known now, and the tower's outputs gone: the draft model looks for itself.
     runs.clear()
     assert vlm.describe(picture, "And what else?", sampling=GREEDY).usage.draft_tokens and len(runs) == 1
 
@@ -131,16 +130,16 @@ def test_a_target_that_merges_patches_does_not_share_them(
 
 
 def test_memory_is_bounded(load_vlm: Callable[..., Any]) -> None:
-    """Guards memory: the least recently used goes, and nothing too large is kept; attention is asked for by name."""
+    """Guards memory: the oldest goes, nothing too large is kept, and what was taken is gone."""
     plan = load_vlm(caching=False)._vision.plan(load_image(noise(20, 20)))
     outputs = torch.zeros(1, 4, 25)  # 400 bytes
     memory = TowerMemory(max_bytes=1000)
     keys = [(name, plan, ()) for name in "abc"]
-    for key in keys[:2]:
-        memory.put(key, [(outputs, None)])
-    assert memory.get(keys[0], scored=False) is not None and memory.get(keys[0], scored=True) is None
-    memory.put(keys[2], [(outputs, torch.zeros(1, 4))])
-    assert memory.get(keys[1], scored=False) is None
-    assert memory.get(keys[2], scored=True) is not None and memory.get(keys[0], scored=False) is not None
+    for key in keys:
+        memory.put(key, [(outputs, torch.zeros(1, 4) if key is keys[2] else None)])
+    assert memory.take(keys[0], scored=False) is None, "the oldest made room"
+    assert memory.take(keys[1], scored=True) is None and memory.take(keys[1], scored=False) is not None
+    assert memory.take(keys[1], scored=False) is None, "taken once"
+    assert memory.take(keys[2], scored=True) is not None and memory._num_bytes == 0
     memory.put(keys[1], [(torch.zeros(1001, dtype=torch.uint8), None)])
-    assert memory.get(keys[1], scored=False) is None and memory._num_bytes <= 1000
+    assert memory.take(keys[1], scored=False) is None and memory._num_bytes == 0

@@ -61,10 +61,6 @@ class StepCosts:
                 del self._samples[width], self._typical[width], self._last[width]
 
     @property
-    def known(self) -> bool:
-        return bool(self._widths)
-
-    @property
     def widest(self) -> int:
         """The most tokens whose cost was measured."""
         return self._widths[-1]

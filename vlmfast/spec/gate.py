@@ -1,8 +1,9 @@
 """How much to draft: measured acceptance against measured cost, down to nothing. No torch.
 
-A step over n tokens takes c(n). With B sequences and drafts whose nodes are accepted with probabilities g, it gives
-B + sum(g) tokens in c(B + K) instead of B in c(B). Nodes are added from the likeliest down while that rate grows, so
-drafts shrink where they fail, where passes get dearer with their width, and as the batch grows.
+A step over n tokens takes c(n), measured for each number of sequences apart. With B sequences and drafts whose nodes
+are accepted with probabilities g, it gives B + sum(g) tokens in c(B + K) instead of B in c(B). Nodes are added from the
+likeliest down while that rate grows, so drafts shrink where they fail, where passes get dearer with their width, and as
+the batch grows.
 
 Where drafting has lost time it rests: steps are then what they are without it, nothing is proposed or looked at. Each
 rest in a row is twice as long for the same loss, so that a text that can not be drafted costs less and less.

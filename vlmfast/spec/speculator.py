@@ -131,7 +131,7 @@ class Speculator:
                 drafter.observe(draft, acceptance)
 
     def rested(self) -> None:
-        """Told of a step while `is_resting`, in place of `timed`."""
+        """Told of a step while `is_resting` that did not only decode, in place of `timed`."""
         self.gate.rested()
 
     def timed(self, *, num_sequences: int, num_drafted: int, num_chosen: int, step_ms: float) -> None:

@@ -11,6 +11,7 @@
 #include "tile_attention.h"
 
 namespace vlmfast {
+
 constexpr int64_t kTile = 512;  // rows that pass all layers together; bounds the workspace
 
 struct Layer {

@@ -20,6 +20,12 @@ inline __attribute__((always_inline)) void repeat(const Work& work) {
     repeat(work, std::make_integer_sequence<int, N>());
 }
 
+// 64 bytes of weights, and those further on into the cache.
+inline __m512i load_ahead(const void* from) {
+    _mm_prefetch(static_cast<const char*>(from) + kPrefetchBytes, _MM_HINT_T0);
+    return _mm512_loadu_si512(from);
+}
+
 template <int R>
 inline void multiply_bf16(const bf16* weight, const bf16* x, int64_t stride, int64_t depth, float (*sums)[kBlock]) {
     __m512 sum[R * kVectors];
@@ -27,8 +33,7 @@ inline void multiply_bf16(const bf16* weight, const bf16* x, int64_t stride, int
     for (int64_t k = 0; k < depth; k += 2, weight += 2 * kBlock) {
         __m512bh w[kVectors];
         repeat<kVectors>([&](auto v) {
-            w[v] = (__m512bh)_mm512_loadu_si512(weight + 32 * v);
-            _mm_prefetch((const char*)(weight + 32 * v) + kPrefetchBytes, _MM_HINT_T0);
+            w[v] = (__m512bh)load_ahead(weight + 32 * v);
         });
         repeat<R>([&](auto r) {
             int32_t pair;
@@ -57,8 +62,7 @@ inline void multiply_bf16_as_tiles(const bf16* weight, const bf16* x, int64_t st
         for (int64_t end = k + kTileInputs, at = k; at < end; at += 2, weight += 2 * kBlock) {
             __m512i w[kVectors];
             repeat<kVectors>([&](auto v) {
-                w[v] = _mm512_loadu_si512(weight + 32 * v);
-                _mm_prefetch((const char*)(weight + 32 * v) + kPrefetchBytes, _MM_HINT_T0);
+                w[v] = load_ahead(weight + 32 * v);
             });
             repeat<R>([&](auto r) {
                 uint32_t pair;
@@ -96,8 +100,7 @@ inline void multiply_int8(const uint8_t* weight, const Activations& x, int64_t r
         for (; k < end; k += 4, weight += 4 * kBlock) {
             __m512i w[kVectors];
             repeat<kVectors>([&](auto v) {
-                w[v] = _mm512_loadu_si512(weight + 64 * v);
-                _mm_prefetch((const char*)(weight + 64 * v) + kPrefetchBytes, _MM_HINT_T0);
+                w[v] = load_ahead(weight + 64 * v);
             });
             repeat<R>([&](auto r) {
                 int32_t four;
@@ -131,9 +134,7 @@ inline void multiply_int4(const Int4Record* record, const Activations& x, int64_
             for (int step = 0; step < 4; step++) {
                 __m512i both[kVectors], w[kVectors];
                 repeat<kVectors>([&](auto v) {
-                    const uint8_t* const from = record->codes[half][step][v];
-                    both[v] = _mm512_loadu_si512(from);
-                    _mm_prefetch((const char*)from + kPrefetchBytes, _MM_HINT_T0);
+                    both[v] = load_ahead(record->codes[half][step][v]);
                 });
                 auto add = [&](int64_t k) {
                     repeat<R>([&](auto r) {
