@@ -84,8 +84,8 @@ class Script:
         class Reader(Sampler):
             num_chosen = 0
 
-            def choose(self, logits: Any) -> int:
-                super().choose(logits)
+            def choose(self, logits: Any, best: int | None = None) -> int:
+                super().choose(logits, best)
                 self.num_chosen += 1
                 return script._ids[self.num_chosen - 1] if self.num_chosen <= len(script._ids) else script._end
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from vlmfast.kv import KVPages, KVSegment, SequenceKV
 from vlmfast.planner import whole_positions
 from vlmfast.prune.fastv import Span, kept_places, run_pruned
-from vlmfast.sample import Sampler
+from vlmfast.sample import Sampler, likeliest
 from vlmfast.scheduler import Phase, ScheduledSequence, StepPlan
 from vlmfast.sequence import Sequence
 from vlmfast.spec.attention import BatchAttention, TreeAttention, row_parents
@@ -168,6 +168,7 @@ class Runner:
         started = time.perf_counter()
         try:
             logits = self._forward(self._batch(scheduled, drafts), scheduled)  # [R, V]
+            best = likeliest(logits)
             row = 0
             for item in scheduled:
                 if not item.samples:
@@ -175,7 +176,7 @@ class Runner:
                 seq_id = item.sequence.seq_id
                 draft = drafts.get(seq_id, NO_DRAFT)
                 try:
-                    tokens[seq_id] = self._verify(seq_id, draft, logits[row : row + 1 + len(draft)])
+                    tokens[seq_id] = self._choose(seq_id, draft, logits, best, row)
                 except Exception as error:  # the boundary of one request
                     failed[seq_id] = error
                 row += 1 + len(draft)
@@ -190,16 +191,19 @@ class Runner:
                 num_chosen=sum(map(len, tokens.values())),
                 step_ms=(time.perf_counter() - started) * 1e3,
             )
-        elif self._speculator.is_resting:
-            self._speculator.rested()
+        else:
+            self._speculator.mixed()
         return tokens, failed
 
-    def _verify(self, seq_id: int, draft: DraftTree, logits: Tensor) -> tuple[int, ...]:
-        """The tokens that logits [1 + K, V] of a sequence give; of the draft, its page keeps the accepted path."""
-        state = self._states[seq_id]
+    def _choose(self, seq_id: int, draft: DraftTree, logits: Tensor, best: list[int], row: int) -> tuple[int, ...]:
+        """The tokens that a sequence's 1 + K rows of the logits [R, V], from `row` on, give it.
+
+        Of the draft, its page keeps the accepted path.
+        """
+        state, end = self._states[seq_id], row + 1 + len(draft)
         if not len(draft):
-            return (state.sampler.choose(logits[0]),)
-        acceptance = verify(draft, logits, state.sampler)
+            return (state.sampler.choose(logits[row], best[row]),)
+        acceptance = verify(draft, logits[row:end], state.sampler, best[row:end])
         state.kv.compact(len(draft), acceptance.path)
         self._speculator.observe(seq_id, draft, acceptance)
         return (*(draft.tokens[node] for node in acceptance.path), acceptance.token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     first of equals).
     """
     if sampling.temperature < _MIN_TEMPERATURE:
-        return torch.nn.functional.one_hot(_likeliest(logits), logits.shape[-1]).float()
+        return torch.nn.functional.one_hot(logits.float().max(-1).indices, logits.shape[-1]).float()
     scores = logits.float()
     scores = (scores - scores.max()) / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -43,9 +44,18 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return scores.softmax(-1)
 
 
-def _likeliest(logits: Tensor) -> Tensor:
-    """The first index of the largest score. Torch's argmax is scalar code in bf16 and vectorised in float32."""
-    return logits.float().argmax()
+NO_NUMBER = -1
+"""What `likeliest` says of scores that are no numbers."""
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    """For each row of logits [R, V] the first index of its largest score; `NO_NUMBER` where that is not finite.
+
+    One call for all rows costs a fraction of one each. Torch's max is scalar code in bf16, vectorised in float32.
+    """
+    largest: Any = logits.float().max(-1)
+    pairs = zip(largest.values.tolist(), largest.indices.tolist(), strict=True)
+    return [index if math.isfinite(score) else NO_NUMBER for score, index in pairs]
 
 
 class Sampler:
@@ -81,28 +91,36 @@ class Sampler:
         self._position = position
         self._new = []
 
-    def choose(self, logits: Tensor) -> int:
+    def choose(self, logits: Tensor, best: int | None = None) -> int:
         """The next token for logits [V]; remembers it for the repetition penalty.
+
+        Args:
+            best: what `likeliest` says of these logits, where it was asked about many rows at once.
 
         Raises:
             ModelError: the largest score is no number.
         """
-        scores, likeliest = self._scores(logits)
+        scores, best = self._scores(logits, best)
         if self._generator is None:
-            return self.remember(int(likeliest))
+            return self.remember(best)
         return self.remember(self.draw(probabilities(scores, self._sampling).cpu()))
 
     @property
     def is_greedy(self) -> bool:
         return self._generator is None
 
-    def distribution(self, logits: Tensor) -> Tensor:
+    @property
+    def takes_best(self) -> bool:
+        """Whether the largest score decides, whatever was chosen before."""
+        return self._generator is None and self._seen is None
+
+    def distribution(self, logits: Tensor, best: int | None = None) -> Tensor:
         """What `choose` would draw from: float32 [V] on the CPU.
 
         Raises:
             ModelError: the largest score is no number.
         """
-        return probabilities(self._scores(logits)[0], self._sampling).cpu()
+        return probabilities(self._scores(logits, best)[0], self._sampling).cpu()
 
     def draw(self, distribution: Tensor) -> int:
         """A token drawn from a distribution [V], which need not sum to 1."""
@@ -119,11 +137,12 @@ class Sampler:
             self._seen[token_id] = True
         return token_id
 
-    def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _scores(self, logits: Tensor, best: int | None) -> tuple[Tensor, int]:
         """The logits with the repetition penalty, and the index of the largest."""
         if self._seen is not None:
-            logits = penalise(logits, self._seen, self._sampling.repetition_penalty)
-        likeliest = _likeliest(logits)
-        if not math.isfinite(logits[likeliest]):
+            logits, best = penalise(logits, self._seen, self._sampling.repetition_penalty), None
+        if best is None:
+            (best,) = likeliest(logits[None])
+        if best == NO_NUMBER:
             raise ModelError("the model's scores are not numbers; its weights are damaged or its dtype overflows")
-        return logits, likeliest
+        return logits, best

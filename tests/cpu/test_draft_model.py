@@ -341,7 +341,7 @@ def _known(row: tuple[float, ...]) -> torch.Tensor:
 
 
 class _QuickSampler(Sampler):
-    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+    def distribution(self, logits: torch.Tensor, best: int | None = None) -> torch.Tensor:
         return _known(tuple(logits.tolist()))
 
 

@@ -20,7 +20,7 @@ import torch
 
 from vlmfast.errors import ModelError
 from vlmfast.options import Sampling
-from vlmfast.sample import Sampler, penalise, probabilities
+from vlmfast.sample import Sampler, likeliest, penalise, probabilities
 from vlmfast.spec import verify as verify_module
 from vlmfast.spec.tree import NO_DRAFT, ROOT, Acceptance, DraftTree
 from vlmfast.spec.verify import verify
@@ -43,14 +43,14 @@ class QuickSampler(Sampler):
         self._random = random.Random(seed)
         self._known: dict[int, tuple[torch.Tensor, list[float]]] = {}
 
-    def choose(self, logits: torch.Tensor) -> int:
+    def choose(self, logits: torch.Tensor, best: int | None = None) -> int:
         self.distribution(logits)
         sums = self._known[id(logits)][1]
         return bisect(sums, self._random.random() * sums[-1])
 
-    def distribution(self, logits: torch.Tensor) -> torch.Tensor:
+    def distribution(self, logits: torch.Tensor, best: int | None = None) -> torch.Tensor:
         if id(logits) not in self._known:
-            target = super().distribution(logits)
+            target = super().distribution(logits, best)
             self._known[id(logits)] = target, list(accumulate(target.tolist()))
         return self._known[id(logits)][0]
 
@@ -358,7 +358,22 @@ def test_greedy_is_the_likeliest_path(proposals: bool) -> None:
     assert verify(NO_DRAFT, logits[:1], sampler) == Acceptance(path=(), token=2)
 
 
-def test_scores_that_are_no_numbers_are_an_error() -> None:
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(repetition_penalty=3.0), Sampling(temperature=0.8, seed=4)])
+def test_rows_that_were_read_before_change_nothing(sampling: Sampling) -> None:
+    """Guards the pass that looks at all rows at once: chains and trees go as they do row by row."""
+    rng = random.Random(3)
+    for _ in range(200):
+        size = rng.randrange(6)
+        parents = [rng.randrange(-1, node) for node in range(size)]
+        tokens = [rng.randrange(4) for _ in range(size)]
+        logits = _TABLE[[rng.randrange(4), *tokens]]
+        for tree in (DraftTree(tokens=tuple(tokens), parents=tuple(parents)), DraftTree.chain(tokens)):
+            alone, read = (Sampler(sampling, torch.tensor([0]), 4) for _ in range(2))
+            assert verify(tree, logits, alone) == verify(tree, logits, read, likeliest(logits))
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_scores_that_are_no_numbers_are_an_error(read: bool) -> None:
     """Guards damaged weights: the row that the walk comes to, not those it never looks at."""
     logits = torch.zeros(3, 4)
     logits[2, 1] = float("nan")
@@ -367,7 +382,9 @@ def test_scores_that_are_no_numbers_are_an_error() -> None:
         sampler = Sampler(sampling, torch.tensor([0]), 4)
         with pytest.raises(ModelError, match="not numbers"):
             for _ in range(1000):
-                verify(tree, logits, sampler)
+                verify(tree, logits, sampler, likeliest(logits) if read else None)
+    sampler = Sampler(Sampling(), torch.tensor([0]), 4)
+    assert verify(DraftTree.chain((1, 0)), logits, sampler, likeliest(logits)) == Acceptance(path=(), token=0)
 
 
 def test_equal_distributions_leave_no_empty_residual() -> None:

@@ -154,15 +154,15 @@ def test_an_interrupted_step_is_taken_again(
     streams = [loaded.stream(*question, sampling=GREEDY) for question in QUESTIONS[:2]]
     next(streams[0])
     runner = loaded._engine._runner
-    verify, calls = runner._verify, [0]
+    choose, calls = runner._choose, [0]
 
     def interrupted(*args: Any) -> Any:
         calls[0] += 1
         if calls[0] == 2:
             raise KeyboardInterrupt
-        return verify(*args)
+        return choose(*args)
 
-    monkeypatch.setattr(runner, "_verify", interrupted)
+    monkeypatch.setattr(runner, "_choose", interrupted)
     with pytest.raises(KeyboardInterrupt):
         list(streams[0])
     assert list(streams[1])[-1].answer.token_ids == expected[1]

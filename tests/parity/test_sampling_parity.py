@@ -16,8 +16,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from vlmfast.errors import ModelError
 from vlmfast.options import Sampling
-from vlmfast.sample import Sampler, penalise, probabilities
+from vlmfast.sample import NO_NUMBER, Sampler, likeliest, penalise, probabilities
 
 _VOCAB = 97
 _CASES = list(itertools.product((0.3, 1.0, 2.5), (0, 1, 5, 200), (1.0, 0.9, 0.35, 0.01), (1.0, 1.7, 0.6)))
@@ -95,6 +96,21 @@ def test_greedy_takes_the_first_of_equals() -> None:
     logits = torch.tensor([0.0, 5.0, 5.0, 1.0])
     assert probabilities(logits, Sampling()).tolist() == [0.0, 1.0, 0.0, 0.0]
     assert Sampler(Sampling(), torch.tensor([0]), 4).choose(logits) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_read_as_one_is(dtype: torch.dtype) -> None:
+    """Guards the rows that are looked at together: ties, wide rows, and scores that are no numbers."""
+    rows = torch.randn(40, 3001, generator=torch.Generator().manual_seed(5)).to(dtype)
+    rows[:, 3000] = rows[:, 7] = rows[:, 1500] = 9.0
+    rows[3, 11], rows[5, 2999], rows[8] = float("nan"), float("inf"), float("-inf")
+    expected = [NO_NUMBER if row in (3, 5, 8) else 7 for row in range(40)]
+    assert likeliest(rows) == expected and likeliest(rows[:0]) == []
+    sampler = Sampler(Sampling(), torch.tensor([0]), 3001)
+    assert sampler.choose(rows[0], expected[0]) == sampler.choose(rows[0]) == 7
+    for best in (NO_NUMBER, None):
+        with pytest.raises(ModelError, match="not numbers"):
+            sampler.choose(rows[3], best)
 
 
 def test_draws_follow_the_distribution() -> None:

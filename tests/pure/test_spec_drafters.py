@@ -218,7 +218,7 @@ def test_salts_are_apart() -> None:
     assert memory.sources("b", ("cat",)) == [] == memory.sources("", ("cat",))
     assert memory.sources("a", ("dog",))  # the job's
     memory.add("a", (), [4, 5])
-    assert [name for name, _ in memory.sources("a", ())] == ["job", "job"]
+    assert [name for name, _ in memory.sources("a", ())] == ["job"]
 
 
 def test_memory_is_bounded() -> None:
@@ -236,6 +236,19 @@ def test_memory_is_bounded() -> None:
             assert SuffixDrafter(sources).propose(row[:2], 9).tokens[:1] == (row[2],)
     memory.add("", (), [1] * 5000)  # longer than all there is room for
     assert memory.num_tokens <= 400
+
+
+def test_answers_are_read_when_they_are_asked_for() -> None:
+    """Guards jobs that drafting rests in: an answer costs nothing until something is drafted, then only the last do."""
+    memory = AnswerMemory(100_000)
+    for index in range(500):
+        memory.add("", (f"picture {index}",), range(10 * index, 10 * index + 10))
+    assert not any(len(group.newer._next) > 1 for group in memory._groups.values())
+    assert len(memory._groups[("",)].unread) * 10 <= 512 < 500 * 10
+    (picture, job) = memory.sources("", ("picture 3",))
+    assert (picture[0], picture[1].num_tokens) == ("picture", 10) and (job[0], job[1].num_tokens) == ("job", 510)
+    assert memory.num_tokens == sum(group.num_tokens for group in memory._groups.values())
+    assert SuffixDrafter([job]).propose([4990], 3).tokens == (4991, 4992)
 
 
 def test_rows_begin_behind_the_picture() -> None:

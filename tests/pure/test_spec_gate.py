@@ -191,6 +191,32 @@ def test_trees_are_cut_from_their_end() -> None:
     assert chosen.tokens in ((1,), tree.tokens)
 
 
+def _with_pictures(every: int, steps: int) -> Engine:
+    """Each `every` steps there is one that encodes, and the three after it are half as slow again."""
+    engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9})
+    for index in range(steps):
+        since = index % every
+        if since == 0:
+            engine.gate.mixed()
+        engine.cost = (lambda n: 1.5 * cheap(n)) if since < 3 else cheap
+        engine.step([_chain()])
+    return engine
+
+
+def test_steps_after_a_picture_are_not_what_steps_cost() -> None:
+    """Guards the gate from slow steps: they would make plain steps, or drafts, look dearer than they are."""
+    engine = _with_pictures(10, 600)
+    (costs,) = engine.gate._costs.values()
+    assert all(costs(width) == pytest.approx(cheap(width)) for width in costs._widths)
+    assert engine.num_tokens > 2.5 * 600
+
+
+def test_an_engine_that_is_never_warm_drafts_all_the_same() -> None:
+    """Guards busy servers: where pictures come all the time, times after them are the only ones."""
+    engine = _with_pictures(3, 600)
+    assert engine.num_tokens > 2.5 * 600
+
+
 def test_without_the_gate_everything_is_drafted() -> None:
     gate = Gate(adaptive=False)
     assert gate.choose([[_chain(3), _chain(5)], [], [NO_DRAFT]]) == [_chain(5), NO_DRAFT, NO_DRAFT]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from vlmfast.spec.costs import StepCosts, typical
 from vlmfast.spec.tree import NO_DRAFT, ROOT, Acceptance, DraftTree
@@ -28,6 +30,10 @@ _RESTED_MEMORY = 1.0
 """Trials that it remembers over a rest: what was learnt of another text must not outweigh what comes."""
 _MARGIN = 1.02
 """A draft must promise this much more than a plain step."""
+_HOPELESS = 0.02
+"""Nodes that are accepted no more often than this are not looked at,"""
+_NO_WAY_BACK = 0.8
+"""nor any behind those that bring a step's rate down to this share of the best: they are less likely still."""
 _SAMPLES = 12
 """Draft times kept. As with step times, their median counts."""
 _SLOWEST = 1.5
@@ -39,6 +45,11 @@ _PLAIN_SAMPLES = 6
 Between drafts they would be slower than without any: caches and threads have been at something else."""
 _TIME_EVERY = 16
 """Of the plain steps of further rests, one in so many is timed."""
+_COLD_STEPS = 3
+"""Steps after one that did more than decode: what they read has left the caches, and they take up to half as long
+again, with a draft or without."""
+_ALWAYS_COLD = 48
+"""After so many of them in a row there are no others: their times count then."""
 _FREE_STEPS = 0.6
 """Plain steps' worth of time that drafting may lose before it rests."""
 _CREDIT_STEPS = 12.0
@@ -93,6 +104,8 @@ class Gate:
     def __init__(self, *, adaptive: bool = True) -> None:
         self._adaptive = adaptive
         self._trials: dict[tuple[str, int, int], _Trials] = {}
+        self._chains: dict[str, list[float]] = {}
+        """By origin, what `gains` found for the nodes of its longest chain since something was learnt."""
         self._alike: dict[str, _Trials] = {}
         """First nodes of all origins of one certainty: the guess for an origin that is new."""
         self._costs: dict[int, StepCosts] = {}
@@ -113,6 +126,9 @@ class Gate:
         self._num_unpromising = 0
         self._explored: dict[str, int] = {}
         self._steps_since_rest = 0
+        self._cold = 0
+        """Steps until one's time tells what such steps take."""
+        self._cold_in_a_row = 0
 
     @property
     def is_resting(self) -> bool:
@@ -140,13 +156,13 @@ class Gate:
 
     def gains(self, tree: DraftTree) -> list[float]:
         """For each node the probability that it is accepted, by experience; never more than that of a node before."""
+        if tree.is_chain:
+            known = self._chains.get(tree.origin, [])
+            if len(known) < len(tree):
+                known = self._chains[tree.origin] = list(accumulate(self._levels(tree.origin, len(tree))[1:], mul))
+            return known[: len(tree)]
         places = _places(tree)
-        alike = self._alike.get(_certainty(tree.origin))
-        levels = [alike.estimate(_FIRST_GUESS) if alike else _FIRST_GUESS]
-        # An unknown depth is guessed from the one before.
-        for depth in range(1, max((depth for depth, _, _ in places), default=0) + 1):
-            trials = self._trials.get((tree.origin, depth, 0))
-            levels.append(trials.estimate(levels[-1]) if trials else levels[-1])
+        levels = self._levels(tree.origin, max(depth for depth, _, _ in places))
         reached: list[float] = []
         found: list[float] = []
         for depth, rank, parent in places:
@@ -184,12 +200,15 @@ class Gate:
 
     def observe(self, tree: DraftTree, acceptance: Acceptance) -> None:
         """Learns from a verified draft."""
+        self._chains.clear()
+        if tree.is_chain:
+            for node in range(min(len(acceptance.path) + 1, len(tree))):
+                self._learn(tree.origin, node + 1, 0, node < len(acceptance.path))
+            return
         accepted = {ROOT, *acceptance.path}
         for node, (depth, rank, parent) in enumerate(_places(tree)):
             if parent in accepted:
-                self._trials.setdefault((tree.origin, depth, rank), _Trials()).add(node in accepted)
-                if depth == 1 and rank == 0:
-                    self._alike.setdefault(_certainty(tree.origin), _Trials()).add(node in accepted)
+                self._learn(tree.origin, depth, rank, node in accepted)
 
     def timed(
         self,
@@ -201,16 +220,18 @@ class Gate:
         step_ms: float,
         passes_ms: float = 0.0,
     ) -> None:
-        """Learns from a step that decoded for some sequences and did nothing else.
+        """Learns from a step that decoded for some sequences and did nothing else; of others `mixed` is told.
 
         Args:
             num_chosen: tokens that the step gave, at least one a sequence.
             draft_ms: time that proposing and choosing took; 0 where it was left out.
             passes_ms: typical time of what a network computed to propose, which `draft_ms` does not hold.
         """
+        is_warm = self._is_warm()
         if self._rest:
-            self._clock_plain(num_sequences, step_ms)
-            self.rested()
+            if is_warm:
+                self._clock_plain(num_sequences, step_ms)
+            self._pass_rest()
             return
         self._steps_since_rest += 1
         if draft_ms > 0 and self._adaptive:
@@ -221,21 +242,18 @@ class Gate:
             self._loss_ms += min(draft_ms, _DEAREST * self._draft_ms * num_sequences) + passes_ms
         if num_drafted:
             costs = self._costs.setdefault(num_sequences, StepCosts(num_sequences))
-            costs.add(num_sequences + num_drafted, step_ms)
+            if is_warm or not self._adaptive:
+                costs.add(num_sequences + num_drafted, step_ms)
             # Its own time, within reason: a moment in which the machine is busy is not the draft's fault.
+            typical_ms = costs(num_sequences + num_drafted)
             plain_ms = costs(num_sequences) * num_chosen / num_sequences
-            self._loss_ms += min(step_ms, _SLOWEST * costs(num_sequences + num_drafted)) - plain_ms
+            self._loss_ms += (min(step_ms, _SLOWEST * typical_ms) if is_warm else typical_ms) - plain_ms
         self._settle()
 
-    def rested(self) -> None:
-        """A step passed in a rest that is not worth timing: it did not only decode."""
-        self._rest -= 1
-        self._steps_since_rest = 0
-
-    def spent(self, ms: float) -> None:
-        """Time went into what later drafts are made from."""
-        if not self._rest:
-            self._loss_ms += min(ms, self._step_ms)
+    def mixed(self) -> None:
+        """A step passed that did not only decode."""
+        self._cold = _COLD_STEPS
+        self._pass_rest()
 
     def advance(self, ms: float) -> None:
         """Time was spent on a sequence before it can earn any: it may be earned back until `repay`."""
@@ -255,6 +273,22 @@ class Gate:
                 table.setdefault(origin, []).append(trials.accepted / trials.tried)
         return table
 
+    def _learn(self, origin: str, depth: int, rank: int, accepted: bool) -> None:
+        """Of a node whose parent was accepted."""
+        self._trials.setdefault((origin, depth, rank), _Trials()).add(accepted)
+        if depth == 1 and rank == 0:
+            self._alike.setdefault(_certainty(origin), _Trials()).add(accepted)
+
+    def _levels(self, origin: str, depth: int) -> list[float]:
+        """The chance of a first child, if its parent was accepted, at depths from 0 (for new origins) to `depth`."""
+        alike = self._alike.get(_certainty(origin))
+        levels = [alike.estimate(_FIRST_GUESS) if alike else _FIRST_GUESS]
+        for level in range(1, depth + 1):
+            # An unknown depth is guessed from the one before.
+            trials = self._trials.get((origin, level, 0))
+            levels.append(trials.estimate(levels[-1]) if trials else levels[-1])
+        return levels
+
     def _most_nodes(self, num_sequences: int) -> int:
         """No pass is more than twice as wide as one that was measured: a costly surprise stays small."""
         return max(2 * self._costs[num_sequences].widest - num_sequences, 1)
@@ -264,13 +298,28 @@ class Gate:
         known = self._costs.get(num_sequences)
         few = known is None or known.num_samples(num_sequences) < _PLAIN_SAMPLES
         if few or self._steps_since_rest >= _PLAIN_EVERY:
-            self._rest = _PLAIN_SAMPLES
+            self._rest = _PLAIN_SAMPLES + self._cold
         return self.is_resting
+
+    def _pass_rest(self) -> None:
+        """A step less of a rest, if it is one."""
+        if self._rest:
+            self._rest -= 1
+            self._steps_since_rest = 0
+
+    def _is_warm(self) -> bool:
+        """Whether the time of the step that is reported tells what such steps take."""
+        if self._cold == 0:
+            self._cold_in_a_row = 0
+            return True
+        self._cold -= 1
+        self._cold_in_a_row += 1
+        return self._cold_in_a_row > _ALWAYS_COLD
 
     def _fill(self, gains: Sequence[list[float]]) -> list[int]:
         """How many nodes of each sequence's draft make the step's rate highest."""
         num_sequences = len(gains)
-        nodes = sorted(((-gain, index) for index, found in enumerate(gains) for gain in found))
+        nodes = sorted([(-gain, index) for index, found in enumerate(gains) for gain in found if gain > _HOPELESS])
         costs = self._costs[num_sequences]
         best_rate = _MARGIN * num_sequences / costs(num_sequences)
         best, tokens = 0, float(num_sequences)
@@ -279,6 +328,8 @@ class Gate:
             rate = tokens / costs(num_sequences + number)
             if rate > best_rate:
                 best, best_rate = number, rate
+            elif rate < _NO_WAY_BACK * best_rate:
+                break
         kept = [0] * num_sequences
         for _, index in nodes[:best]:
             kept[index] += 1
@@ -324,6 +375,7 @@ class Gate:
             self._num_unpromising = -1  # the first one after it is tried
             for trials in (*self._trials.values(), *self._alike.values()):
                 trials.fade()
+            self._chains.clear()
 
 
 def _certainty(origin: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from vlmfast.spec.batch import Asked, BatchDrafter
 from vlmfast.spec.gate import Gate
@@ -21,10 +22,12 @@ _log = logging.getLogger(__name__)
 class _Drafting:
     """One sequence's drafters and the context they see."""
 
-    drafters: list[Drafter]
+    make: Callable[[], list[Drafter]]
+    """Called when something is to be drafted: beside answers that drafting rests for, nothing is looked at."""
+    drafters: list[Drafter] | None = None
     context: list[int]
     num_prompt: int
-    offers: list[DraftTree]
+    offers: list[DraftTree] = field(default_factory=list)
     asks_model: bool = False
     read_ms: float = 0.0
     """What the gate was told that reading the prompt took the model."""
@@ -71,13 +74,12 @@ class Speculator:
         asked: Asked | None = None,
     ) -> None:
         """A new sequence, with the digests of its pictures; `asked` is for the model."""
-        drafters = self._drafters() if self._drafters else self._standard(salt, pictures, options or self._options)
-        asks_model = self._model is not None and asked is not None and (options or self._options).uses("model")
+        options = options or self._options
+        asks_model = self._model is not None and asked is not None and options.uses("model")
         self._sequences[seq_id] = _Drafting(
-            drafters=drafters,
+            make=self._drafters or partial(self._standard, salt, pictures, options),
             context=list(prompt_ids),
             num_prompt=len(prompt_ids),
-            offers=[],
             asks_model=asks_model,
         )
         if asks_model and self._model is not None and asked is not None:
@@ -101,9 +103,7 @@ class Speculator:
         """Keeps a finished answer (its end token included, where the model ended it) to draft later ones from."""
         asked = options or self._options
         if self._options.memory_tokens and asked.memory_tokens and asked.uses("suffix"):
-            started = time.perf_counter()
             self._memory.add(salt, pictures, answer_row(prompt_ids, answer, self._barriers))
-            self.gate.spent((time.perf_counter() - started) * 1e3)
 
     @property
     def is_resting(self) -> bool:
@@ -126,13 +126,13 @@ class Speculator:
         """Told what verification made of a draft that is not empty."""
         self.gate.observe(draft, acceptance)
         drafting = self._sequences[seq_id]
-        for drafter, offer in zip(drafting.drafters, drafting.offers, strict=True):
+        for drafter, offer in zip(drafting.drafters or (), drafting.offers, strict=True):
             if offer.origin == draft.origin:
                 drafter.observe(draft, acceptance)
 
-    def rested(self) -> None:
-        """Told of a step while `is_resting` that did not only decode, in place of `timed`."""
-        self.gate.rested()
+    def mixed(self) -> None:
+        """Told of a step that did not only decode, in place of `timed`."""
+        self.gate.mixed()
 
     def timed(self, *, num_sequences: int, num_drafted: int, num_chosen: int, step_ms: float) -> None:
         """Told the time of a step whose sequences all decoded, that of `propose` not included."""
@@ -149,6 +149,8 @@ class Speculator:
         drafting = self._sequences[seq_id]
         drafting.context += answer[len(drafting.context) - drafting.num_prompt :]
         try:
+            if drafting.drafters is None:
+                drafting.drafters = drafting.make()
             drafting.offers = [drafter.propose(drafting.context, budget) for drafter in drafting.drafters]
         except Exception:  # no answer needs a draft
             _log.warning("drafting failed; the answer is written without", exc_info=True)

@@ -5,7 +5,7 @@ The idea is SuffixDecoding's (arXiv 2411.04975): the longer the match, the longe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,20 +23,45 @@ _MAX_GAP = 64
 drafted, and reading it would cost what the pause saved."""
 _MAX_ROW = 1024
 """Tokens of one answer that are kept."""
+_MAX_UNREAD = 512
+"""Tokens of answers about one thing that wait to be read: while nothing is drafted, the older ones are left out."""
 _TAIL = 16
 """Prompt tokens kept before an answer: what an answer begins with depends on the end of its question."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """Rows that belong together, in two generations: when the newer is full, the older is forgotten."""
+    """Rows that belong together, in two generations: when the newer is full, the older is forgotten.
+
+    Rows are read when they are asked for: most pictures never are again.
+    """
 
     older: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     newer: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    unread: deque[Sequence[int]] = field(default_factory=deque)
+    num_unread: int = 0
+    """Tokens of the unread rows."""
 
     @property
     def num_tokens(self) -> int:
-        return self.older.num_tokens + self.newer.num_tokens
+        return self.older.num_tokens + self.newer.num_tokens + self.num_unread
+
+    def add(self, row: Sequence[int], most_unread: int) -> None:
+        self.unread.append(row)
+        self.num_unread += len(row)
+        while self.num_unread > most_unread:
+            self.num_unread -= len(self.unread.popleft())
+
+    def read(self, most_tokens: int) -> None:
+        """Reads what waits; `most_tokens` fill a generation."""
+        while self.unread:
+            row = self.unread.popleft()
+            self.num_unread -= len(row)
+            if self.newer.num_tokens + len(row) > most_tokens:
+                self.older, self.newer = self.newer, SuffixAutomaton()
+            self.newer.begin_row()
+            for token in row:
+                self.newer.append(token)
 
 
 class AnswerMemory:
@@ -48,6 +73,7 @@ class AnswerMemory:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
+        self._generation = max_tokens // 4
         self._groups: OrderedDict[tuple[str, ...], _Group] = OrderedDict()
         self.num_tokens = 0
 
@@ -59,7 +85,10 @@ class AnswerMemory:
             group = self._groups.get(key)
             if group is not None:
                 self._groups.move_to_end(key)
-                found += [(name, group.newer), (name, group.older)]
+                self.num_tokens -= group.num_tokens
+                group.read(self._generation)
+                self.num_tokens += group.num_tokens
+                found += [(name, automaton) for automaton in (group.newer, group.older) if automaton.num_tokens]
         return found
 
     def add(self, salt: str, pictures: tuple[str, ...], row: Sequence[int]) -> None:
@@ -68,13 +97,9 @@ class AnswerMemory:
         for key in {(salt, *pictures), (salt,)}:
             group = self._groups.setdefault(key, _Group())
             self._groups.move_to_end(key)
-            if group.newer.num_tokens + len(row) > self._max_tokens // 4:
-                self.num_tokens -= group.older.num_tokens
-                group.older, group.newer = group.newer, SuffixAutomaton()
-            group.newer.begin_row()
-            for token in row:
-                group.newer.append(token)
-            self.num_tokens += len(row)
+            self.num_tokens -= group.num_tokens
+            group.add(row, min(_MAX_UNREAD, self._generation))
+            self.num_tokens += group.num_tokens
         while self.num_tokens > self._max_tokens:
             _, forgotten = self._groups.popitem(last=False)
             self.num_tokens -= forgotten.num_tokens
@@ -88,9 +113,6 @@ class _Cursor:
     automaton: SuffixAutomaton
     state: int = 0
     length: int = 0
-
-    def advance(self, token: int) -> None:
-        self.state, self.length = self.automaton.advance(self.state, self.length, token)
 
 
 class SuffixDrafter:
@@ -128,12 +150,11 @@ class SuffixDrafter:
         for position in range(self._num_seen, len(context)):
             token = context[position]
             for cursor in self._cursors:
-                cursor.advance(token)
+                cursor.state, cursor.length = cursor.automaton.advance(cursor.state, cursor.length, token)
             self._own.automaton.append(token)  # after its cursor: an earlier place is looked for
         self._num_seen = len(context)
-        for cursor in sorted(self._cursors, key=lambda one: -one.length):
-            if cursor.length == 0 or budget < 1:
-                break
+        matching = [one for one in self._cursors if one.length] if budget > 0 else []
+        for cursor in sorted(matching, key=_length, reverse=True):
             longest = min(budget, _TOKENS_PER_MATCHED * cursor.length)
             tokens = self._cut(cursor.automaton.continuation(cursor.state, longest, _MIN_PROBABILITY))
             if tokens:
@@ -151,6 +172,10 @@ class SuffixDrafter:
             if token in self._ends:
                 return tokens[: index + 1]
         return tokens
+
+
+def _length(cursor: _Cursor) -> int:
+    return cursor.length
 
 
 def answer_row(prompt_ids: Sequence[int], answer: Sequence[int], barriers: frozenset[int]) -> list[int]:

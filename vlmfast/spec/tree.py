@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 ROOT = -1
@@ -30,24 +31,25 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.parents) and len(self.proposals) in (0, len(self.tokens))
-        assert all(ROOT <= parent < node for node, parent in enumerate(self.parents))
+        assert self.is_chain or all(ROOT <= parent < node for node, parent in enumerate(self.parents))
 
     @classmethod
     def chain(cls, tokens: Sequence[int], *, origin: str = "", proposals: Sequence[Any] = ()) -> DraftTree:
         """One token after the other."""
-        parents = tuple(range(-1, len(tokens) - 1))
-        return cls(tokens=tuple(tokens), parents=parents, proposals=tuple(proposals), origin=origin)
+        return cls(tokens=tuple(tokens), parents=_chain_parents(len(tokens)), proposals=tuple(proposals), origin=origin)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return self.parents == _chain_parents(len(self.parents))
 
     @property
     def depths(self) -> tuple[int, ...]:
         """Distance of each node from the root, 1 for its children: what it adds to the root's position."""
+        if self.is_chain:
+            return tuple(range(1, len(self) + 1))
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -67,6 +69,11 @@ class DraftTree:
             proposals=self.proposals[:num_nodes],
             origin=self.origin,
         )
+
+
+@cache
+def _chain_parents(num_nodes: int) -> tuple[int, ...]:
+    return tuple(range(ROOT, num_nodes - 1))
 
 
 NO_DRAFT = DraftTree()
