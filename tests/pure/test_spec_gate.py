@@ -205,7 +205,7 @@ def _with_pictures(every: int, steps: int) -> Engine:
 
 def test_steps_after_a_picture_are_not_what_steps_cost() -> None:
     """Guards the gate from slow steps: they would make plain steps, or drafts, look dearer than they are."""
-    engine = _with_pictures(10, 600)
+    engine = _with_pictures(5, 600)
     (costs,) = engine.gate._costs.values()
     assert all(costs(width) == pytest.approx(cheap(width)) for width in costs._widths)
     assert engine.num_tokens > 2.5 * 600
