@@ -211,6 +211,18 @@ def test_suffix_drafts_from_the_longest_match() -> None:
     assert SuffixDrafter((), barriers=frozenset({8})).propose([1, 2, 8, 1], 9) == NO_DRAFT
 
 
+def test_a_question_makes_no_draft_surer() -> None:
+    """Guards first words: that the same was asked before tells little of what is on another picture."""
+    memory = AnswerMemory(1000)
+    memory.add("", ("cat",), [*range(40, 56), 1, 2, 3])
+    drafter = SuffixDrafter(memory.sources("", ("dog",)), num_prompt=16)
+    context = list(range(40, 56))
+    for token, origin in ((None, "suffix-job/0"), (1, "suffix-job/1"), (2, "suffix-job/2")):
+        context += [token] if token else []
+        draft = drafter.propose(context, 9)
+        assert draft.origin == origin and draft.tokens[-1] == 3
+
+
 def test_salts_are_apart() -> None:
     """Guards tenants from each other: nothing learnt under one salt is drafted under another."""
     memory = AnswerMemory(1000)

@@ -77,7 +77,7 @@ class Speculator:
         options = options or self._options
         asks_model = self._model is not None and asked is not None and options.uses("model")
         self._sequences[seq_id] = _Drafting(
-            make=self._drafters or partial(self._standard, salt, pictures, options),
+            make=self._drafters or partial(self._standard, salt, pictures, len(prompt_ids), options),
             context=list(prompt_ids),
             num_prompt=len(prompt_ids),
             asks_model=asks_model,
@@ -194,10 +194,11 @@ class Speculator:
         self._model.end(seq_id)
         self.gate.repay(drafting.read_ms)
 
-    def _standard(self, salt: str, pictures: tuple[str, ...], options: Speculation) -> list[Drafter]:
+    def _standard(self, salt: str, pictures: tuple[str, ...], num_prompt: int, options: Speculation) -> list[Drafter]:
         made: list[Drafter] = []
         if options.uses("suffix"):
-            made.append(SuffixDrafter(self._memory.sources(salt, pictures), barriers=self._barriers, ends=self._ends))
+            sources = self._memory.sources(salt, pictures)
+            made.append(SuffixDrafter(sources, num_prompt=num_prompt, barriers=self._barriers, ends=self._ends))
         if options.uses("lookup"):
             made.append(
                 LookupDrafter(

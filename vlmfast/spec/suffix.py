@@ -122,15 +122,18 @@ class SuffixDrafter:
         sources: see `AnswerMemory.sources`; of equal matches the first counts.
         barriers: tokens that no match and no draft holds: placeholders of pictures.
         ends: tokens after which nothing is drafted.
+        num_prompt: tokens of the context that are the question. That one was asked before makes no draft surer.
     """
 
     def __init__(
         self,
         sources: Sequence[tuple[str, SuffixAutomaton]] = (),
         *,
+        num_prompt: int = 0,
         barriers: frozenset[int] = frozenset(),
         ends: frozenset[int] = frozenset(),
     ) -> None:
+        self._num_prompt = num_prompt
         self._barriers, self._ends = barriers, ends
         self._own = _Cursor("own", SuffixAutomaton())
         others = [_Cursor(name, automaton) for name, automaton in sources]
@@ -158,7 +161,8 @@ class SuffixDrafter:
             longest = min(budget, _TOKENS_PER_MATCHED * cursor.length)
             tokens = self._cut(cursor.automaton.continuation(cursor.state, longest, _MIN_PROBABILITY))
             if tokens:
-                certainty = min(cursor.length.bit_length(), 5)  # 1, 2-3, 4-7, 8-15, more
+                matched = min(cursor.length, max(len(context) - self._num_prompt, 0))
+                certainty = min(matched.bit_length(), 5)  # 0, 1, 2-3, 4-7, 8-15, more
                 return DraftTree.chain(tokens, origin=f"suffix-{cursor.name}/{certainty}")
         return NO_DRAFT
 
