@@ -13,6 +13,8 @@ from vlmfast.options import Sampling
 
 _MIN_TEMPERATURE = 1e-5
 """Below it a draw is the likeliest token, and the division would leave the range of float32."""
+NO_NUMBER = -1
+"""What `likeliest` says of scores that are no numbers."""
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -42,10 +44,6 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         beyond[0] = False
         scores = scores.index_fill(0, order[beyond], float("-inf"))
     return scores.softmax(-1)
-
-
-NO_NUMBER = -1
-"""What `likeliest` says of scores that are no numbers."""
 
 
 def likeliest(logits: Tensor) -> list[int]:

@@ -261,6 +261,8 @@ def test_answers_are_read_when_they_are_asked_for() -> None:
     assert (picture[0], picture[1].num_tokens) == ("picture", 10) and (job[0], job[1].num_tokens) == ("job", 510)
     assert memory.num_tokens == sum(group.num_tokens for group in memory._groups.values())
     assert SuffixDrafter([job]).propose([4990], 3).tokens == (4991, 4992)
+    memory.add("", ("page",), range(9000))  # an answer as long as can be kept is kept
+    assert SuffixDrafter(memory.sources("", ("page",))).propose([1000], 3).tokens == (1001, 1002)
 
 
 def test_rows_begin_behind_the_picture() -> None:

@@ -24,7 +24,8 @@ drafted, and reading it would cost what the pause saved."""
 _MAX_ROW = 1024
 """Tokens of one answer that are kept."""
 _MAX_UNREAD = 512
-"""Tokens of answers about one thing that wait to be read: while nothing is drafted, the older ones are left out."""
+"""Tokens of answers that wait to be read, of those about the same: while nothing is drafted, all but the last ones
+are left out."""
 _TAIL = 16
 """Prompt tokens kept before an answer: what an answer begins with depends on the end of its question."""
 
@@ -49,7 +50,7 @@ class _Group:
     def add(self, row: Sequence[int], most_unread: int) -> None:
         self.unread.append(row)
         self.num_unread += len(row)
-        while self.num_unread > most_unread:
+        while self.num_unread > most_unread and len(self.unread) > 1:
             self.num_unread -= len(self.unread.popleft())
 
     def read(self, most_tokens: int) -> None:
