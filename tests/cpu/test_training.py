@@ -15,11 +15,13 @@ from safetensors.torch import load_file
 
 from vlmfast.checkpoint import bundled_model
 from vlmfast.errors import InputError
+from vlmfast.train import dense
 from vlmfast.train.dense import normalised, shown_patches
 from vlmfast.train.features import stored, tower_features
 from vlmfast.train.frames import IGNORED, open_frames
 from vlmfast.train.optimise import Schedule
 from vlmfast.train.parallel import average_gradients, my_part, rank, run_group
+from vlmfast.train.pictures import Pictures
 from vlmfast.train.recipe import DRAFT_RECIPE, POCKET_RECIPE, Portion, Recipe, Workplace
 from vlmfast.train.scenes import LARGE_PRINT, PAGES, Split
 from vlmfast.train.shape import DRAFT_SIZE, POCKET_SIZE, preprocessor_config
@@ -32,7 +34,7 @@ from vlmfast_models.config import PreprocessConfig
 from vlmfast_models.errors import WeightsError
 
 STEP = Schedule(num_steps=1, batch_size=2, learning_rate=1e-3)
-FEW = Portion(count=2, share=1.0, global_share=0.5)
+FEW = Portion(count=2, share=1.0, global_share=0.5, dense_share=1.0)
 
 
 def tiny(recipe: Recipe, num_joint_steps: int = 1) -> Recipe:
@@ -169,6 +171,22 @@ def test_more_processes_than_pictures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="3 processes can not share batches of 2"):
         train_pocket(tiny(DRAFT_RECIPE), replace(place(tmp_path / "work"), num_processes=3), tmp_path / "out")
     assert not (tmp_path / "work").exists()
+
+
+def test_dense_pretraining_takes_its_share_of_each_kind(tmp_path: Path) -> None:
+    """Guards the mixture: the shares of a batch, and of other than crowded pictures only frames that bear letters."""
+    recipe = replace(tiny(POCKET_RECIPE), scenes=replace(FEW, count=12, dense_share=2.0), pages=replace(FEW, share=0.0))
+    parts = Pictures(recipe, place(tmp_path)).dense_parts()
+    crowded, scenes, pages, print_ = parts
+    assert len(crowded.numbers) == len(crowded.frames.pixels) == 10
+    assert 0 < len(scenes.numbers) < len(scenes.frames.pixels) == 60
+    for part in (scenes, pages, print_):
+        shown = part.frames.labels["character"][part.numbers]
+        assert ((shown > 0) & (shown < IGNORED)).any(axis=(1, 2, 3)).all()
+    pixels, labels = dense._mixed_batch(parts, 0, 3, 10, torch.device("cpu"))
+    own = [{part.frames.pixels[number].tobytes() for number in part.numbers} for part in parts]
+    found = [next(at for at, known in enumerate(own) if row.numpy().tobytes() in known) for row in pixels]
+    assert found == [0, 0, 1, 1, 1, 1, 2, 2, 3, 3] and labels["word"].shape == (10, 256)
 
 
 def test_dense_pretraining_looks_at_what_bears_something_first() -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
@@ -32,6 +33,32 @@ _BACKGROUND = {"thing": 0.4, "character": 0.15}
 _BEARING_FIRST = 0.7
 """What a thing or letter adds to a patch's chance, a number below 1."""
 _LOG_EVERY = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DensePart:
+    """Frames to learn on, beside others."""
+
+    frames: Frames
+    """One frame a picture."""
+    numbers: npt.NDArray[np.int64]
+    """Those of them that are taken."""
+    share: float
+    """How many of a batch are from here, relative to the other parts."""
+
+    @classmethod
+    def whole(cls, frames: Frames, share: float) -> DensePart:
+        """Every frame of the pictures."""
+        single = frames.single()
+        return cls(frames=single, numbers=np.arange(len(single.pixels)), share=share)
+
+    @classmethod
+    def lettered(cls, frames: Frames, share: float) -> DensePart:
+        """Those frames of the pictures that bear letters."""
+        single = frames.single()
+        characters = single.labels["character"]
+        bearing = ((characters > 0) & (characters < IGNORED)).any(axis=tuple(range(1, characters.ndim)))
+        return cls(frames=single, numbers=np.flatnonzero(bearing), share=share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +85,7 @@ class DenseHeads(nn.Module):
 def pretrain(
     vision: VisionTransformer,
     heads: DenseHeads,
-    train: Frames,
+    train: Sequence[DensePart],
     held_out: Frames,
     schedule: Schedule,
     folder: Path,
@@ -80,7 +107,7 @@ def pretrain(
     first = load_state(state, modules, optimiser) if resume and state.is_file() else 0
     started = scored = time.monotonic()
     for step in range(first, schedule.num_steps):
-        batch = _batch(train, my_part(picked(seed, step, schedule.batch_size, len(train.pixels))), device)
+        batch = _mixed_batch(train, seed, step, schedule.batch_size, device)
         chosen = shown_patches(batch[1], num_shown, torch.Generator().manual_seed(seed * 1_000_003 + step))
         with fast_on_cpu(device):
             loss = _loss(vision, heads, *batch, chosen)
@@ -172,12 +199,28 @@ def picked(seed: int, step: int, batch_size: int, count: int) -> np.ndarray:
     for position in range(start, start + batch_size):
         epoch, offset = divmod(position, count)
         numbers.append(int(_order(seed, epoch, count)[offset]))
-    return np.array(sorted(numbers))
+    return np.array(sorted(numbers), dtype=np.int64)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def _mixed_batch(
+    parts: Sequence[DensePart], seed: int, step: int, batch_size: int, device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This process's frames of a step: of each part its share of the batch, the first parts rounded up."""
+    wholes = np.cumsum([part.share for part in parts])
+    ends = np.ceil(wholes / wholes[-1] * batch_size - 1e-9).astype(int).tolist()
+    chosen = [
+        (index, part.numbers[picked(seed, step, end - start, len(part.numbers))])
+        for index, (part, start, end) in enumerate(zip(parts, [0, *ends], ends, strict=False))
+    ]
+    rows = my_part(np.concatenate([np.stack([np.full_like(numbers, at), numbers], 1) for at, numbers in chosen]))
+    batches = [_batch(part.frames, rows[rows[:, 0] == at, 1], device) for at, part in enumerate(parts)]
+    pixels, labels = zip(*batches, strict=True)
+    return torch.cat(pixels), {name: torch.cat([one[name] for one in labels]) for name in LABELS}
 
 
 def _batch(frames: Frames, numbers: np.ndarray, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from vlmfast.train import shape
+from vlmfast.train.dense import DensePart
 from vlmfast.train.frames import Frames, open_frames
 from vlmfast.train.recipe import Portion, Recipe, Workplace
-from vlmfast.train.scenes import CROWDED, LARGE_PRINT, PAGES, POCKET, Split, Style
+from vlmfast.train.scenes import CROWDED, LARGE_PRINT, PAGES, POCKET, Split
 from vlmfast.train.sources import EasySource, SceneSource, Source
 from vlmfast_models.config import PreprocessConfig
 
 _SCENES = replace(POCKET, page_share=0.0, sign_share=0.45, repeat_share=0.3)
 """The scored scenes without pages, which are a lesson of their own, and with more of what is learnt slowly: signs, and
 things that occur more than once."""
+
+
+_STYLES = {
+    "crowded": (1, CROWDED, 2),
+    "scenes": (2, _SCENES, 1),
+    "pages": (3, PAGES, 1),
+    "large-print": (4, LARGE_PRINT, 1),
+}
+"""Of each kind of scenes its seed, its style, and the step from one to the next: 2 leaves every second twin out."""
 
 
 class Pictures:
@@ -27,14 +36,19 @@ class Pictures:
     def draw(self) -> None:
         """Draws all of them."""
         if self.recipe.dense is not None:
-            self.crowded()
+            self.dense_parts()
             self.held_out_crowded()
         self.held_out()
         self.lessons()
 
-    def crowded(self) -> Frames:
-        count = self.recipe.crowded.count
-        return self._open("crowded", SceneSource(split=Split.TRAIN, seed=1, count=count, style=CROWDED, step=2))
+    def dense_parts(self) -> list[DensePart]:
+        """What dense pretraining looks at."""
+        parts = []
+        for name, portion in self._portions.items():
+            if portion.dense_share > 0:
+                make = DensePart.whole if name == "crowded" else DensePart.lettered
+                parts.append(make(self._frames(name), portion.dense_share))
+        return [part for part in parts if len(part.numbers)]
 
     def held_out_crowded(self) -> Frames:
         count = self.recipe.num_held_out_frames
@@ -47,18 +61,25 @@ class Pictures:
 
     def lessons(self) -> list[tuple[Portion, Frames]]:
         """Every kind that has a share in the lessons."""
-        recipe = self.recipe
-        kinds: list[tuple[Portion, Callable[[], Frames]]] = [
-            (recipe.crowded, self.crowded),
-            (recipe.scenes, lambda: self._scenes("scenes", 2, recipe.scenes.count, _SCENES)),
-            (recipe.pages, lambda: self._scenes("pages", 3, recipe.pages.count, PAGES)),
-            (recipe.large_print, lambda: self._scenes("large-print", 4, recipe.large_print.count, LARGE_PRINT)),
-            (recipe.easy, lambda: self._open("easy", EasySource(split=Split.TRAIN, count=recipe.easy.count))),
-        ]
-        return [(portion, frames()) for portion, frames in kinds if portion.share > 0]
+        return [(portion, self._frames(name)) for name, portion in self._portions.items() if portion.share > 0]
 
-    def _scenes(self, name: str, seed: int, count: int, style: Style) -> Frames:
-        return self._open(name, SceneSource(split=Split.TRAIN, seed=seed, count=count, style=style))
+    @property
+    def _portions(self) -> dict[str, Portion]:
+        recipe = self.recipe
+        return {
+            "crowded": recipe.crowded,
+            "scenes": recipe.scenes,
+            "pages": recipe.pages,
+            "large-print": recipe.large_print,
+            "easy": recipe.easy,
+        }
+
+    def _frames(self, name: str) -> Frames:
+        count = self._portions[name].count
+        if name == "easy":
+            return self._open(name, EasySource(split=Split.TRAIN, count=count))
+        seed, style, step = _STYLES[name]
+        return self._open(name, SceneSource(split=Split.TRAIN, seed=seed, count=count, style=style, step=step))
 
     def _open(self, name: str, source: Source) -> Frames:
         folder = self.place.folder / "frames" / name

@@ -81,7 +81,7 @@ def _run_stages(recipe: Recipe, place: Workplace, start: Path | None) -> None:
             pretrain(
                 model.vision,
                 heads,
-                pictures.crowded().single(),
+                pictures.dense_parts(),
                 pictures.held_out_crowded().single(),
                 schedule,
                 place.folder,
