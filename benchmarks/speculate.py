@@ -83,6 +83,7 @@ class Script:
 
         class Reader(Sampler):
             num_chosen = 0
+            takes_best = False
 
             def choose(self, logits: Any, best: int | None = None) -> int:
                 super().choose(logits, best)

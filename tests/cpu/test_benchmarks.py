@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from vlmfast.spec.options import Speculation
 from vlmfast.testing import Shape, random_checkpoint
+from vlmfast.vlm import VLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -19,6 +21,7 @@ import cases
 import contenders
 import paired
 import side_by_side
+import speculate
 import token_quality
 
 
@@ -69,6 +72,16 @@ def test_report_ends_with_one_json_object(capsys: pytest.CaptureFixture[str]) ->
     assert values["ttft_x"] == 1.5
     assert values["pocket_ttft_x"] is None
     assert values.keys() >= {"threads", "dtype", "torch", "transformers", "cpu", "omp_wait_policy"}
+
+
+def test_given_texts_are_what_drafts_are_judged_by() -> None:
+    """Guards the rows of given texts: every token is the text's, whatever the model would have said, and drafts fit."""
+    vlm = VLM.from_pretrained(speculation=Speculation(drafter="lookup", adaptive=False), caching=False)
+    bench = speculate.Bench(drafting=vlm, rounds=1, num_pictures=1)
+    text = [900, 901, 902, 903, 904] * 8
+    (answer,) = bench.page(vlm, text)
+    assert list(answer.token_ids) == text
+    assert answer.usage.accepted_tokens > 20
 
 
 def test_fresh_pictures_differ_and_repeat() -> None:

@@ -31,9 +31,7 @@ _RESTED_MEMORY = 1.0
 _MARGIN = 1.02
 """A draft must promise this much more than a plain step."""
 _HOPELESS = 0.02
-"""Nodes that are accepted no more often than this are not looked at,"""
-_NO_WAY_BACK = 0.8
-"""nor any behind those that bring a step's rate down to this share of the best: they are less likely still."""
+"""Nodes that are accepted no more often than this are not looked at."""
 _SAMPLES = 12
 """Draft times kept. As with step times, their median counts."""
 _SLOWEST = 1.5
@@ -46,8 +44,8 @@ Between drafts they would be slower than without any: caches and threads have be
 _TIME_EVERY = 16
 """Of the plain steps of further rests, one in so many is timed."""
 _COLD_STEPS = 3
-"""Steps after one that did more than decode: what they read has left the caches, and they take up to half as long
-again, with a draft or without."""
+"""Steps after one that did something else, too: where that was a picture, what they read has left the caches, and they
+take up to half as long again, with a draft or without."""
 _ALWAYS_COLD = 48
 """After so many of them in a row there are no others: their times count then."""
 _FREE_STEPS = 0.6
@@ -111,7 +109,7 @@ class Gate:
         self._costs: dict[int, StepCosts] = {}
         """By the number of sequences: a token of a draft costs less than one of another sequence."""
         self._step_ms = 0.0
-        """A plain step, of as many sequences as the last step had."""
+        """A plain step, of as many sequences as the last that was timed."""
         self._draft_samples: deque[float] = deque(maxlen=_SAMPLES)
         self._draft_ms = 0.0
         """Typical time of proposing for one sequence."""
@@ -122,6 +120,8 @@ class Gate:
         self._share = _FIRST_SHARE
         self._rest = 0
         self._untimed = 0
+        self._num_to_time = 0
+        """Plain steps to come that are timed whatever is known."""
         self._num_promising = 0
         self._num_unpromising = 0
         self._explored: dict[str, int] = {}
@@ -220,7 +220,7 @@ class Gate:
         step_ms: float,
         passes_ms: float = 0.0,
     ) -> None:
-        """Learns from a step that decoded for some sequences and did nothing else; of others `mixed` is told.
+        """Learns from a step in which every sequence decoded and might have drafted; of others `mixed` is told.
 
         Args:
             num_chosen: tokens that the step gave, at least one a sequence.
@@ -251,7 +251,7 @@ class Gate:
         self._settle()
 
     def mixed(self) -> None:
-        """A step passed that did not only decode."""
+        """A step passed whose time tells nothing: a prompt was read, or not all of its sequences may draft."""
         self._cold = _COLD_STEPS
         self._pass_rest()
 
@@ -299,6 +299,7 @@ class Gate:
         few = known is None or known.num_samples(num_sequences) < _PLAIN_SAMPLES
         if few or self._steps_since_rest >= _PLAIN_EVERY:
             self._rest = _PLAIN_SAMPLES + self._cold
+            self._num_to_time = _PLAIN_SAMPLES
         return self.is_resting
 
     def _pass_rest(self) -> None:
@@ -328,8 +329,6 @@ class Gate:
             rate = tokens / costs(num_sequences + number)
             if rate > best_rate:
                 best, best_rate = number, rate
-            elif rate < _NO_WAY_BACK * best_rate:
-                break
         kept = [0] * num_sequences
         for _, index in nodes[:best]:
             kept[index] += 1
@@ -351,11 +350,12 @@ class Gate:
     def _clock_plain(self, num_sequences: int, step_ms: float) -> None:
         """Takes the time of some of the plain steps."""
         costs = self._costs.setdefault(num_sequences, StepCosts(num_sequences))
-        if costs.num_samples(num_sequences) >= _PLAIN_SAMPLES:
-            self._untimed += 1
-            if self._untimed < _TIME_EVERY:
-                return
+        self._untimed += 1
+        is_known = costs.num_samples(num_sequences) >= _PLAIN_SAMPLES
+        if is_known and self._num_to_time == 0 and self._untimed < _TIME_EVERY:
+            return
         self._untimed = 0
+        self._num_to_time = max(self._num_to_time - 1, 0)
         costs.add(num_sequences, step_ms)
         self._step_ms = costs(num_sequences)
 

@@ -131,11 +131,11 @@ class Speculator:
                 drafter.observe(draft, acceptance)
 
     def mixed(self) -> None:
-        """Told of a step that did not only decode, in place of `timed`."""
+        """Told of any other step, in place of `timed`."""
         self.gate.mixed()
 
     def timed(self, *, num_sequences: int, num_drafted: int, num_chosen: int, step_ms: float) -> None:
-        """Told the time of a step whose sequences all decoded, that of `propose` not included."""
+        """Told the time of a step whose sequences all decoded and might have drafted, `propose` not included."""
         self.gate.timed(
             num_sequences=num_sequences,
             num_drafted=num_drafted,

@@ -79,7 +79,10 @@ class AnswerMemory:
         self.num_tokens = 0
 
     def sources(self, salt: str, pictures: tuple[str, ...]) -> list[tuple[str, SuffixAutomaton]]:
-        """(name, automaton) of what may be known: about these pictures (their digests), and under the salt."""
+        """(name, automaton) of what may be known: about these pictures (their digests), and under the salt.
+
+        Answers that were added before are read into them now, for those who hold them, too.
+        """
         keys = {"picture": (salt, *pictures), "job": (salt,)} if pictures else {"job": (salt,)}
         found = []
         for name, key in keys.items():
@@ -163,7 +166,7 @@ class SuffixDrafter:
             tokens = self._cut(cursor.automaton.continuation(cursor.state, longest, _MIN_PROBABILITY))
             if tokens:
                 matched = min(cursor.length, max(len(context) - self._num_prompt, 0))
-                certainty = min(matched.bit_length(), 5)  # 0, 1, 2-3, 4-7, 8-15, more
+                certainty = min(matched.bit_length(), 5)  # 1, 2-3, 4-7, 8-15, more
                 return DraftTree.chain(tokens, origin=f"suffix-{cursor.name}/{certainty}")
         return NO_DRAFT
 
