@@ -191,6 +191,19 @@ def test_trees_are_cut_from_their_end() -> None:
     assert chosen.tokens in ((1,), tree.tokens)
 
 
+def test_gains_of_single_answers_are_not_lost_by_many() -> None:
+    """Guards a server that is asked by one and then by many: what drafting won before is no licence to lose."""
+    engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9})
+    for _ in range(300):
+        engine.step([_chain()])
+    assert engine.speedup > 2
+    engine.accept, engine.num_sequences, engine.ms, engine.num_tokens = {"x": 0.0}, 8, 0.0, 0
+    engine.cost = lambda n: 10 + 0.3 * (n - 1)
+    for _ in range(60):
+        engine.step([_chain()])
+    assert engine.speedup > 0.95
+
+
 def _with_pictures(every: int, steps: int) -> Engine:
     """Each `every` steps there is one that encodes, and the three after it are half as slow again."""
     engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9})

@@ -29,8 +29,8 @@ _MEMORY = 64.0
 _RESTED_MEMORY = 1.0
 """Trials that it remembers over a rest: what was learnt of another text must not outweigh what comes."""
 _MARGIN = 0.01
-"""Drafts must promise this much more than a plain step, and as much again for each sequence: what proposing for many
-does to caches and threads shows in no time that is measured here."""
+"""Drafts must promise this much more than a plain step, and as much again for each sequence: not all that proposing
+costs shows in the times that are known here."""
 _HOPELESS = 0.02
 """Nodes that are accepted no more often than this are not looked at."""
 _SAMPLES = 12
@@ -45,8 +45,7 @@ Between drafts they would be slower than without any: caches and threads have be
 _TIME_EVERY = 16
 """Of the plain steps of further rests, one in so many is timed."""
 _COLD_STEPS = 3
-"""Steps after one that did something else, too: where that was a picture, what they read has left the caches, and they
-take up to half as long again, with a draft or without."""
+"""Steps after one that read a prompt take up to half as long again: the weights have left the caches."""
 _ALWAYS_COLD = 48
 """After so many of them in a row there are no others: their times count then."""
 _FREE_STEPS = 0.6
@@ -104,7 +103,7 @@ class Gate:
         self._adaptive = adaptive
         self._trials: dict[tuple[str, int, int], _Trials] = {}
         self._chains: dict[str, list[float]] = {}
-        """By origin, what `gains` found for the nodes of its longest chain since something was learnt."""
+        """By origin, the gains of its longest chain since something was learnt."""
         self._alike: dict[str, _Trials] = {}
         """First nodes of all origins of one certainty: the guess for an origin that is new."""
         self._costs: dict[int, StepCosts] = {}
@@ -127,8 +126,8 @@ class Gate:
         self._num_unpromising = 0
         self._explored: dict[str, int] = {}
         self._steps_since_rest = 0
+        self._num_sequences = 0
         self._cold = 0
-        """Steps until one's time tells what such steps take."""
         self._cold_in_a_row = 0
 
     @property
@@ -229,6 +228,9 @@ class Gate:
             passes_ms: typical time of what a network computed to propose, which `draft_ms` does not hold.
         """
         is_warm = self._is_warm()
+        if num_sequences != self._num_sequences:  # what one answer at a time has gained is not for eight to lose
+            self._num_sequences = num_sequences
+            self._loss_ms = max(self._loss_ms, self._advanced_ms)
         if self._rest:
             if is_warm:
                 self._clock_plain(num_sequences, step_ms)
