@@ -204,6 +204,15 @@ def test_gains_of_single_answers_are_not_lost_by_many() -> None:
     assert engine.speedup > 0.95
 
 
+def test_reading_what_a_rest_has_missed_does_not_end_the_try() -> None:
+    """Guards jobs after a rest: answers that wait to be read cost more than a first draft can win."""
+    engine = _run(60, [_chain()], accept={"x": 0.0}, draft_ms=0.1)
+    for _ in range(60):
+        engine.gate.spent(1000.0)
+        engine.step([_chain()])
+    assert engine.gate._rest < 600
+
+
 def _with_pictures(every: int, steps: int) -> Engine:
     """Each `every` steps there is one that encodes, and the three after it are half as slow again."""
     engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9})

@@ -161,7 +161,7 @@ class Gate:
             if len(known) < len(tree):
                 known = self._chains[tree.origin] = list(accumulate(self._levels(tree.origin, len(tree))[1:], mul))
             return known[: len(tree)]
-        places = _places(tree)
+        places = tree.places
         levels = self._levels(tree.origin, max(depth for depth, _, _ in places))
         reached: list[float] = []
         found: list[float] = []
@@ -206,7 +206,7 @@ class Gate:
                 self._learn(tree.origin, node + 1, 0, node < len(acceptance.path))
             return
         accepted = {ROOT, *acceptance.path}
-        for node, (depth, rank, parent) in enumerate(_places(tree)):
+        for node, (depth, rank, parent) in enumerate(tree.places):
             if parent in accepted:
                 self._learn(tree.origin, depth, rank, node in accepted)
 
@@ -220,7 +220,7 @@ class Gate:
         step_ms: float,
         passes_ms: float = 0.0,
     ) -> None:
-        """Learns from a step in which every sequence decoded and might have drafted; of others `mixed` is told.
+        """Learns from a step in which every sequence might have drafted; of others `mixed` is told.
 
         Args:
             num_chosen: tokens that the step gave, at least one a sequence.
@@ -238,8 +238,8 @@ class Gate:
             return
         self._steps_since_rest += 1
         if draft_ms > 0 and self._adaptive:
-            self._draft_samples.append(draft_ms / num_sequences)
-            if self._draft_ms == 0 or num_drafted or len(self._draft_samples) < _SAMPLES:
+            if self._draft_ms == 0 or self._steps_since_rest > 1:  # the first after a rest reads what it has missed
+                self._draft_samples.append(draft_ms / num_sequences)
                 self._draft_ms = typical(self._draft_samples)
             # Their own times, within reason: a first proposal looks at the whole prompt.
             self._loss_ms += min(draft_ms, _DEAREST * self._draft_ms * num_sequences) + passes_ms
@@ -257,6 +257,10 @@ class Gate:
         """A step passed whose time tells nothing: a prompt was read, or not all of its sequences may draft."""
         self._cold = _COLD_STEPS
         self._pass_rest()
+
+    def spent(self, ms: float) -> None:
+        """Time went into reading what drafts are made from. After a rest there is much of it, and it serves many."""
+        self._loss_ms += min(ms, _DEAREST * self._draft_ms)
 
     def advance(self, ms: float) -> None:
         """Time was spent on a sequence before it can earn any: it may be earned back until `repay`."""
@@ -388,13 +392,3 @@ class Gate:
 def _certainty(origin: str) -> str:
     """How sure a drafter was, of an origin "name/certainty"."""
     return origin.rpartition("/")[2]
-
-
-def _places(tree: DraftTree) -> list[tuple[int, int, int]]:
-    """For each node its depth, its rank among its siblings, and its parent."""
-    ranks: dict[int, int] = {}
-    places = []
-    for depth, parent in zip(tree.depths, tree.parents, strict=True):
-        places.append((depth, ranks.setdefault(parent, 0), parent))
-        ranks[parent] += 1
-    return places

@@ -115,11 +115,13 @@ class Speculator:
         self._propose_ms = self._passes_ms = 0.0
         if self.gate.is_resting:
             return [NO_DRAFT] * len(wanted)
+        begun_ms = sum(self._begin_drafting(seq_id) for seq_id, _, _ in wanted)
         started = time.perf_counter()
         offers = [self._offers(*one) for one in wanted]
         passed_ms = self._ask_model(wanted, offers)
         drafts = self.gate.choose(offers)
         self._propose_ms = (time.perf_counter() - started) * 1e3 - passed_ms
+        self.gate.spent(begun_ms)
         return drafts
 
     def observe(self, seq_id: int, draft: DraftTree, acceptance: Acceptance) -> None:
@@ -145,13 +147,24 @@ class Speculator:
             passes_ms=self._passes_ms,
         )
 
+    def _begin_drafting(self, seq_id: int) -> float:
+        """Makes a sequence's drafters, which read earlier answers, unless it has them. Returns the milliseconds."""
+        drafting = self._sequences[seq_id]
+        if drafting.drafters is not None:
+            return 0.0
+        started = time.perf_counter()
+        try:
+            drafting.drafters = drafting.make()
+        except Exception:  # no answer needs a draft
+            _log.warning("drafting failed; the answer is written without", exc_info=True)
+            drafting.drafters = []
+        return (time.perf_counter() - started) * 1e3
+
     def _offers(self, seq_id: int, answer: Sequence[int], budget: int) -> list[DraftTree]:
         drafting = self._sequences[seq_id]
         drafting.context += answer[len(drafting.context) - drafting.num_prompt :]
         try:
-            if drafting.drafters is None:
-                drafting.drafters = drafting.make()
-            drafting.offers = [drafter.propose(drafting.context, budget) for drafter in drafting.drafters]
+            drafting.offers = [drafter.propose(drafting.context, budget) for drafter in drafting.drafters or ()]
         except Exception:  # no answer needs a draft
             _log.warning("drafting failed; the answer is written without", exc_info=True)
             drafting.drafters, drafting.offers = [], []

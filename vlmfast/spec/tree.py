@@ -55,6 +55,16 @@ class DraftTree:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return tuple(depths)
 
+    @property
+    def places(self) -> list[tuple[int, int, int]]:
+        """For each node its depth, its rank among its siblings, and its parent."""
+        ranks: dict[int, int] = {}
+        found = []
+        for depth, parent in zip(self.depths, self.parents, strict=True):
+            found.append((depth, ranks.setdefault(parent, 0), parent))
+            ranks[parent] += 1
+        return found
+
     def children(self, node: int) -> list[int]:
         """The nodes after one (or after `ROOT`), in order."""
         return [child for child, parent in enumerate(self.parents) if parent == node]
