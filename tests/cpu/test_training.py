@@ -48,7 +48,7 @@ def tiny(recipe: Recipe, num_joint_steps: int = 1) -> Recipe:
         scenes=FEW,
         pages=FEW,
         large_print=FEW,
-        easy=replace(FEW, share=0.0),  # its package is an extra
+        easy=replace(FEW, share=0.0, dense_share=0.0),  # its package is an extra
         num_held_out_frames=2,
         num_scored_scenes=1,
     )

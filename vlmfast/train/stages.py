@@ -53,7 +53,7 @@ def train_pocket(recipe: Recipe, place: Workplace, out: Path, *, start: Path | N
     joint_state = place.folder / "joint.pt"
     if place.anneal and not joint_state.is_file():
         raise InputError(f"there is no training to end: {joint_state} is missing; train without --anneal first")
-    if recipe.easy.share > 0:
+    if max(recipe.easy.share, recipe.easy.dense_share) > 0:
         require_easy_vqa()  # hours before its pictures are wanted
     place.folder.mkdir(parents=True, exist_ok=True)
     given = recipe.tokenizer if start is None else start / "tokenizer.json"
