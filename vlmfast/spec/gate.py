@@ -45,7 +45,7 @@ Between drafts they would be slower than without any: caches and threads have be
 _TIME_EVERY = 16
 """Of the plain steps of further rests, one in so many is timed."""
 _COLD_STEPS = 3
-"""Steps after one that read a prompt take up to half as long again: the weights have left the caches."""
+"""Steps after one that read a prompt are slow: the weights have left the caches."""
 _ALWAYS_COLD = 48
 """After so many of them in a row there are no others: their times count then."""
 _FREE_STEPS = 0.6
@@ -127,6 +127,7 @@ class Gate:
         self._explored: dict[str, int] = {}
         self._steps_since_rest = 0
         self._num_sequences = 0
+        """Of the last step that was told of."""
         self._cold = 0
         self._cold_in_a_row = 0
 

@@ -18,10 +18,10 @@ def verify(tree: DraftTree, logits: Tensor, sampler: Sampler, best: Sequence[int
     """The accepted path through a draft and the token after it; the sampler remembers all of them.
 
     logits [K + 1, V] are the target's: row 0 after the root, row i + 1 after node i; `best` is what
-    `vlmfast.sample.likeliest` says of them, where it was asked. At each node the target chooses
-    its next token as it would without a draft, and the walk goes on where a child has that token. So a tree that was
-    not drawn changes nothing at all: with one seed, even the draws are those of the plain run. Siblings of one token
-    are one choice, and the first is taken.
+    `vlmfast.sample.likeliest` says of them, where it was asked. At each node the target chooses its next token as it
+    would without a draft, and the walk goes on where a child has that token. So a tree that was not drawn changes
+    nothing at all: with one seed, even the draws are those of the plain run. Siblings of one token are one choice, and
+    the first is taken.
 
     Raises:
         ModelError: a row of logits is not numbers.
