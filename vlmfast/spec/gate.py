@@ -136,11 +136,15 @@ class Gate:
         """Drafting has cost too much: not even proposals are worth their time. So many plain steps end it."""
         return self._rest > 0
 
+    def rests(self, num_sequences: int) -> bool:
+        """Whether nothing need be proposed for so many: it is a rest, or one begins in which plain steps are timed."""
+        return self._adaptive and (self.is_resting or self._begins_spell(num_sequences))
+
     def choose(self, offers: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
         """Of the drafts offered for each sequence of a step, the one to verify, cut to what pays; or `NO_DRAFT`."""
         if not self._adaptive:
             return [max(drafts, key=len, default=NO_DRAFT) for drafts in offers]
-        if self._rest or not any(map(any, offers)) or self._begins_spell(len(offers)):
+        if not any(map(any, offers)) or self.rests(len(offers)):
             return [NO_DRAFT] * len(offers)
         gains = [
             max(((self.gains(tree), tree) for tree in drafts), key=lambda offer: sum(offer[0]), default=([], NO_DRAFT))
@@ -180,7 +184,7 @@ class Gate:
         """
         if not self._adaptive:
             return most
-        if self._rest or most < 1 or self._begins_spell(num_sequences):
+        if most < 1 or self.rests(num_sequences):
             return 0
         most = min(most, max(self._most_nodes(num_sequences) // num_sequences, 1))
         if chain_ms(1) == 0:

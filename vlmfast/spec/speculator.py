@@ -113,7 +113,7 @@ class Speculator:
     def propose(self, wanted: Sequence[tuple[int, Sequence[int], int]]) -> list[DraftTree]:
         """A draft, or none, for each (seq_id, answer so far, most nodes) of a step."""
         self._propose_ms = self._passes_ms = 0.0
-        if self.gate.is_resting:
+        if self.gate.rests(len(wanted)):
             return [NO_DRAFT] * len(wanted)
         begun_ms = sum(self._begin_drafting(seq_id) for seq_id, _, _ in wanted)
         started = time.perf_counter()
