@@ -256,9 +256,9 @@ def test_answers_are_read_when_they_are_asked_for() -> None:
     for index in range(500):
         memory.add("", (f"picture {index}",), range(10 * index, 10 * index + 10))
     assert not any(len(group.newer._next) > 1 for group in memory._groups.values())
-    assert len(memory._groups[("",)].unread) * 10 <= 512 < 500 * 10
+    assert len(memory._groups[("",)].unread) * 10 <= 192 < 500 * 10
     (picture, job) = memory.sources("", ("picture 3",))
-    assert (picture[0], picture[1].num_tokens) == ("picture", 10) and (job[0], job[1].num_tokens) == ("job", 510)
+    assert (picture[0], picture[1].num_tokens) == ("picture", 10) and (job[0], job[1].num_tokens) == ("job", 190)
     assert memory.num_tokens == sum(group.num_tokens for group in memory._groups.values())
     assert SuffixDrafter([job]).propose([4990], 3).tokens == (4991, 4992)
     memory.add("", ("page",), range(9000))  # an answer as long as can be kept is kept

@@ -213,9 +213,9 @@ def test_reading_what_a_rest_has_missed_does_not_end_the_try() -> None:
     assert engine.gate._rest < 600
 
 
-def _with_pictures(every: int, steps: int) -> Engine:
+def _with_pictures(every: int, steps: int, num_sequences: int = 1) -> Engine:
     """Each `every` steps there is one that encodes, and the three after it are half as slow again."""
-    engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9})
+    engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9}, num_sequences=num_sequences)
     for index in range(steps):
         since = index % every
         if since == 0:
@@ -233,10 +233,24 @@ def test_steps_after_a_picture_are_not_what_steps_cost() -> None:
     assert engine.num_tokens > 2.5 * 600
 
 
-def test_an_engine_that_is_never_warm_drafts_all_the_same() -> None:
+@pytest.mark.parametrize("num_sequences", (1, 2, 8))
+def test_several_do_not_draft_their_first_words(num_sequences: int) -> None:
+    """Guards batches of short answers: a draft in slow steps costs several more than is ever learnt of it."""
+    engine = Engine(gate=Gate(), cost=cheap, accept={"x": 0.9}, num_sequences=num_sequences)
+    for _ in range(60):
+        engine.step([_chain()])
+    assert engine.drafted[-1]
+    engine.gate.mixed()
+    for _ in range(4):
+        engine.step([_chain()])
+    assert [number > 0 for number in engine.drafted[-4:]] == [num_sequences == 1] * 3 + [True]
+
+
+@pytest.mark.parametrize("num_sequences", (1, 4))
+def test_an_engine_that_is_never_warm_drafts_all_the_same(num_sequences: int) -> None:
     """Guards busy servers: where pictures come all the time, times after them are the only ones."""
-    engine = _with_pictures(3, 600)
-    assert engine.num_tokens > 2.5 * 600
+    engine = _with_pictures(3, 600, num_sequences)
+    assert engine.num_tokens > 2.5 * 600 * num_sequences
 
 
 def test_without_the_gate_everything_is_drafted() -> None:

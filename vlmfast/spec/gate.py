@@ -52,7 +52,7 @@ _FREE_STEPS = 0.6
 """Plain steps' worth of time that drafting may lose before it rests."""
 _CREDIT_STEPS = 12.0
 """Plain steps' worth of earlier gains that may be lost again: a job that turns bad can not spend all that was won."""
-_EARNED_STEPS = 1.0
+_EARNED_STEPS = 3.0
 """Plain steps' worth of gains that make a rest short again."""
 _FIRST_SHARE = 0.04
 """A first rest is so long that the loss is this share of it; half of it after each rest that gained nothing since."""
@@ -65,7 +65,7 @@ _EXPLORE_NODES = 2
 _LIKELY = 0.5
 """One in so many drafts takes every node this likely, whatever it seems to cost: costs change, too."""
 _PLAIN_EVERY = 256
-"""After so many steps without a rest plain ones are timed anew."""
+"""After so many proposals without a rest plain steps are timed anew."""
 
 
 @dataclass(slots=True)
@@ -138,7 +138,9 @@ class Gate:
 
     def rests(self, num_sequences: int) -> bool:
         """Whether nothing need be proposed for so many: it is a rest, or one begins in which plain steps are timed."""
-        return self._adaptive and (self.is_resting or self._begins_spell(num_sequences))
+        # What drafts cost several sequences in slow steps is never learnt, and first words are the least sure.
+        is_early = num_sequences > 1 and self._cold > 0 and self._cold_in_a_row < _ALWAYS_COLD
+        return self._adaptive and (self.is_resting or self._begins_spell(num_sequences) or is_early)
 
     def choose(self, offers: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
         """Of the drafts offered for each sequence of a step, the one to verify, cut to what pays; or `NO_DRAFT`."""
@@ -241,8 +243,8 @@ class Gate:
                 self._clock_plain(num_sequences, step_ms)
             self._pass_rest()
             return
-        self._steps_since_rest += 1
         if draft_ms > 0 and self._adaptive:
+            self._steps_since_rest += 1
             if self._draft_ms == 0 or self._steps_since_rest > 1:  # the first after a rest reads what it has missed
                 self._draft_samples.append(draft_ms / num_sequences)
                 self._draft_ms = typical(self._draft_samples)
@@ -311,9 +313,8 @@ class Gate:
 
     def _begins_spell(self, num_sequences: int) -> bool:
         """Takes a rest, from this step on, where the time of plain ones must be known or known anew."""
-        known = self._costs.get(num_sequences)
-        few = known is None or known.num_samples(num_sequences) < _PLAIN_SAMPLES
-        if few or self._steps_since_rest >= _PLAIN_EVERY:
+        known = self._costs.get(num_sequences, StepCosts(num_sequences)).num_samples(num_sequences)
+        if known < _PLAIN_SAMPLES or self._steps_since_rest >= _PLAIN_EVERY:
             self._rest = _PLAIN_SAMPLES + self._cold
             self._num_to_time = _PLAIN_SAMPLES
         return self.is_resting
@@ -379,12 +380,11 @@ class Gate:
         """Looks at what drafting has cost: a rest after a loss, and short ones again after a gain."""
         if not self._adaptive or self._step_ms == 0.0:
             return
-        step_ms = self._step_ms
+        step_ms, lost_ms = self._step_ms, self._loss_ms - self._advanced_ms
         if self._loss_ms < -_EARNED_STEPS * step_ms:
             self._share = _FIRST_SHARE
             self._loss_ms = max(self._loss_ms, -_CREDIT_STEPS * step_ms)
-        elif self._loss_ms - self._advanced_ms > _FREE_STEPS * step_ms:
-            lost_ms = self._loss_ms - self._advanced_ms
+        elif lost_ms > _FREE_STEPS * step_ms:
             self._rest = max(min(round(lost_ms / step_ms / self._share), _MAX_REST), 1)
             self._share = max(self._share / 2, _LEAST_SHARE)
             self._loss_ms = self._advanced_ms

@@ -23,7 +23,7 @@ _MAX_GAP = 64
 drafted, and reading it would cost what the pause saved."""
 _MAX_ROW = 1024
 """Tokens of one answer that are kept."""
-_MAX_UNREAD = 512
+_MAX_UNREAD = 192
 """Tokens of answers that wait to be read, of those about the same: while nothing is drafted, all but the last ones
 are left out."""
 _TAIL = 16
