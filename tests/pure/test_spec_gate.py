@@ -240,17 +240,34 @@ def test_several_do_not_draft_their_first_words(num_sequences: int) -> None:
     for _ in range(60):
         engine.step([_chain()])
     assert engine.drafted[-1]
+    engine.gate._loss_ms = 0.0  # nothing is won that a draft might lose
     engine.gate.mixed()
     for _ in range(4):
         engine.step([_chain()])
     assert [number > 0 for number in engine.drafted[-4:]] == [num_sequences == 1] * 3 + [True]
 
 
+@pytest.mark.parametrize("earned", (True, False))
+def test_several_draft_beside_requests_that_do_not(earned: bool) -> None:
+    """Guards servers with a request whose steps are never timed: drafts go on, or come back."""
+    gate, offers = Gate(), [[_chain()], [_chain()]]
+    engine = Engine(gate=gate, cost=cheap, accept={"x": 0.9}, num_sequences=2)
+    for _ in range(60):
+        engine.step([_chain()])
+    gate._loss_ms = gate._loss_ms if earned else 0.0
+    drafted = []
+    for _ in range(100):
+        drafted.append(any(map(len, gate.choose(offers))))
+        gate.mixed()
+    assert all(drafted[60:]) and all(drafted) is earned
+
+
 @pytest.mark.parametrize("num_sequences", (1, 4))
 def test_an_engine_that_is_never_warm_drafts_all_the_same(num_sequences: int) -> None:
     """Guards busy servers: where pictures come all the time, times after them are the only ones."""
-    engine = _with_pictures(3, 600, num_sequences)
-    assert engine.num_tokens > 2.5 * 600 * num_sequences
+    for every in (3, 5, 8):
+        engine = _with_pictures(every, 600, num_sequences)
+        assert engine.num_tokens > 2.5 * 600 * num_sequences
 
 
 def test_without_the_gate_everything_is_drafted() -> None:

@@ -47,7 +47,7 @@ _TIME_EVERY = 16
 _COLD_STEPS = 3
 """Steps after one that read a prompt are slow: the weights have left the caches."""
 _ALWAYS_COLD = 48
-"""After so many of them in a row there are no others: their times count then."""
+"""After so many of them in a row there are no others: their times count then, and nothing waits for better ones."""
 _FREE_STEPS = 0.6
 """Plain steps' worth of time that drafting may lose before it rests."""
 _CREDIT_STEPS = 12.0
@@ -122,14 +122,13 @@ class Gate:
         self._untimed = 0
         self._num_to_time = 0
         """Plain steps to come that are timed whatever is known."""
-        self._num_promising = 0
-        self._num_unpromising = 0
+        self._num_promising = self._num_unpromising = 0
         self._explored: dict[str, int] = {}
         self._steps_since_rest = 0
         self._num_sequences = 0
-        """Of the last step that was told of."""
-        self._cold = 0
-        self._cold_in_a_row = 0
+        self._cold = self._cold_in_a_row = 0
+        self._held = 0
+        """Slow steps less others, of late."""
 
     @property
     def is_resting(self) -> bool:
@@ -139,7 +138,8 @@ class Gate:
     def rests(self, num_sequences: int) -> bool:
         """Whether nothing need be proposed for so many: it is a rest, or one begins in which plain steps are timed."""
         # What drafts cost several sequences in slow steps is never learnt, and first words are the least sure.
-        is_early = num_sequences > 1 and self._cold > 0 and self._cold_in_a_row < _ALWAYS_COLD
+        is_earning = self._loss_ms < self._advanced_ms and num_sequences == self._num_sequences
+        is_early = num_sequences > 1 and self._cold > 0 and self._held < _ALWAYS_COLD and not is_earning
         return self._adaptive and (self.is_resting or self._begins_spell(num_sequences) or is_early)
 
     def choose(self, offers: Sequence[Sequence[DraftTree]]) -> list[DraftTree]:
@@ -191,8 +191,7 @@ class Gate:
         most = min(most, max(self._most_nodes(num_sequences) // num_sequences, 1))
         if chain_ms(1) == 0:
             return min(_EXPLORE_NODES, most)
-        tokens = float(num_sequences)
-        costs = self._costs[num_sequences]
+        tokens, costs = float(num_sequences), self._costs[num_sequences]
         best, best_rate = 0, self._least_rate(num_sequences)
         for length, gain in enumerate(self.gains(DraftTree.chain([0] * most, origin=origin)), 1):
             tokens += gain * num_sequences
@@ -263,6 +262,7 @@ class Gate:
     def mixed(self) -> None:
         """A step passed whose time tells nothing: a prompt was read, or not all of its sequences may draft."""
         self._cold = _COLD_STEPS
+        self._held = min(self._held + 1, _ALWAYS_COLD)
         self._pass_rest()
 
     def spent(self, ms: float) -> None:
@@ -329,8 +329,10 @@ class Gate:
         """Whether the time of the step that is reported tells what such steps take."""
         if self._cold == 0:
             self._cold_in_a_row = 0
+            self._held = max(self._held - 1, 0)
             return True
         self._cold -= 1
+        self._held = min(self._held + 1, _ALWAYS_COLD)
         self._cold_in_a_row += 1
         return self._cold_in_a_row > _ALWAYS_COLD
 
@@ -338,8 +340,7 @@ class Gate:
         """How many nodes of each sequence's draft make the step's rate highest."""
         num_sequences = len(gains)
         nodes = sorted([(-gain, index) for index, found in enumerate(gains) for gain in found if gain > _HOPELESS])
-        costs = self._costs[num_sequences]
-        best_rate = self._least_rate(num_sequences)
+        costs, best_rate = self._costs[num_sequences], self._least_rate(num_sequences)
         best, tokens = 0, float(num_sequences)
         for number, (gain, _) in enumerate(nodes[: self._most_nodes(num_sequences)], 1):
             tokens -= gain
